@@ -9,6 +9,7 @@ from ..errors import InputError
 from ..parts.demands import CODECS
 from ..settings import RegionConfig
 from .checks import (
+    RATE,
     STDOUT,
     add_coordinator,
     add_json,
@@ -86,7 +87,7 @@ def _add_link(benches: Any) -> None:
     )
     link.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
     link.add_argument("--repeat", type=int, default=5, help="number of transfers (default: 5)")
-    link.add_argument("--rate-mbit", type=float, help="rate of the link in Mbit/s, if you know it")
+    link.add_argument("--rate-mbit", type=float, help=f"{RATE}, if you know it")
     link.add_argument(
         "--rate-limit",
         type=float,

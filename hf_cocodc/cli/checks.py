@@ -15,6 +15,8 @@ from ..settings import ENV_SECRET
 from ..settings.recipe import Recipe
 from ..training.precheck import check_sections
 
+RATE = "rate at which a region sends, to all others together, in Mbit/s"
+"""What --rate-mbit means, in every command."""
 STDOUT = Path("-")
 """The file of --json that stands for the standard output. All other output of a command then goes to stderr."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..errors import InputError, nearest, short
 from ..net.pacing import congestion_of
 from ..settings.recipe import add_recipe
-from .checks import add_json, check, check_writable, recipe_of, write_json
+from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
 
 T = TypeVar("T")
 
@@ -36,8 +36,11 @@ def register(subparsers: Any) -> None:
         "--steps", type=int, help="inner steps of the run (default: training.max_steps of the recipe)"
     )
     parser.add_argument("--rtt-ms", type=float, help="round trip of the link in ms")
+    parser.add_argument("--rate-mbit", type=float, help=f"{RATE}; of several regions, the slowest")
     parser.add_argument(
-        "--rate-mbit", type=float, help="rate at which a region can send, to all others together, in Mbit/s"
+        "--down-mbit",
+        type=float,
+        help="rate at which a region receives, in Mbit/s, if one receives more slowly than the others send",
     )
     parser.add_argument(
         "--link", type=Path, metavar="FILE", help="round trip and rate from: bench link --json FILE"
@@ -109,9 +112,10 @@ def run(options: argparse.Namespace) -> int:
     figures = {} if options.link is None else written.link_of(options.link)
     for name, value in figures.items():
         check(f"--link {short(options.link)}: {name}", value, *_BOUNDS[name])
+    rate_mbit = figures["rate_mbit"] if options.rate_mbit is None else options.rate_mbit
     link = LinkFigures(
         rtt_s=(figures["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
-        rate=(figures["rate_mbit"] if options.rate_mbit is None else options.rate_mbit) * 1e6,
+        rate=min(rate_mbit, options.down_mbit or rate_mbit) * 1e6,  # a transfer brings as much as it sends
         loss=options.loss,
         congestion=options.congestion or _congestion(),
     )
@@ -198,6 +202,8 @@ def _check(options: argparse.Namespace) -> None:
         check("--rtt-ms", options.rtt_ms, *_BOUNDS["rtt_ms"])
     if options.rate_mbit is not None:
         check("--rate-mbit", options.rate_mbit, *_BOUNDS["rate_mbit"])
+    if options.down_mbit is not None:
+        check("--down-mbit", options.down_mbit, *_BOUNDS["rate_mbit"])
     if options.step_s is not None:
         check("--step-s", options.step_s, 1e-6, 1e6)
     if options.regions is not None:

@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--rtt-ms", type=float, default=100, help="round trip of the link in ms (default: 100)"
     )
     parser.add_argument(
-        "--rate-mbit",
+        "--pair-mbit",
         type=float,
         default=1000,
         help="rate between each two regions in each direction, in Mbit/s (default: 1000)",
@@ -70,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> None:
     check("--regions", options.regions, 2, 100)
     check("--rtt-ms", options.rtt_ms, 0, 60_000)
-    check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
+    check("--pair-mbit", options.pair_mbit, 0.01, 100_000)
     check("--loss", options.loss, 0, 0.99)
     if options.rate_limit is not None:
         check("--rate-limit", options.rate_limit, 0.01)
@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace) -> None:
     plan = Plan(
         regions=options.regions,
         rtt_s=options.rtt_ms / 1e3,
-        rate=options.rate_mbit * 1e6,
+        rate=options.pair_mbit * 1e6,
         loss=options.loss,
         congestion=options.congestion,
         methods=options.methods,

@@ -129,8 +129,8 @@ def measure(plan: Plan, progress: Callable[[str], object]) -> Iterator[BenchRepo
             "congestion": wan.congestion,
             "cores": cores(),
         }
-        trial = link.Trial(rate_limit=plan.rate_limit)
-        yield link.report(trial, measure_across(trial, wan), setting, plan.rate, plan.rtt_s)
+        trial, rate = link.Trial(rate_limit=plan.rate_limit), plan.rate * (plan.regions - 1)
+        yield link.report(trial, measure_across(trial, wan), setting, rate, plan.rtt_s)
         phases = [NO_LINK, *plan.methods]
         common = {
             "coordinator": f"{wan.address(0)}:{PORT}",

@@ -59,6 +59,7 @@ def figures(seconds: list[float]) -> BenchReport:
         ([*LINK, "--step-s", "1", "--set", "outer.method=nope"], "outer.method='nope' is not known"),
         ([*LINK, "--step-s", "1", "--params", "1B"], "give either a recipe, or --params"),
         ([*LINK, "--step-s", "1", "--steps", "0"], "--steps 0 must"),
+        ([*LINK, "--step-s", "1", "--down-mbit", "0"], "--down-mbit 0 must"),
         ([*LINK, "--step-s", "1", "--usd-per-gb", "-1"], "--usd-per-gb -1 must"),
         ([*LINK, "--step-s", "1", "--usd-per-gpu-hour", "nan"], "--usd-per-gpu-hour nan must"),
         ([*LINK, "--step-s", "1", "--gpus", "8"], "--gpus counts for the price alone"),
@@ -263,6 +264,17 @@ def test_prices_of_clouds_are_dated_and_have_pages(
         main(["plan", "--help"])
     help_of = "".join(capsys.readouterr().out.split())
     assert all(name in help_of for name in content["prices"])
+
+
+def test_the_slower_way_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer brings a region as much as it sends."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out, rates = tmp_path / "plan.json", {}
+    for down in ("20", "60", "600"):
+        assert main([*PLAN, "--target", "0.1", "--down-mbit", down, "--json", str(out)]) == 0
+        [report] = read(out)
+        rates[down] = report["setting"]["rate_mbit"], report["rows"][0]["used"]
+    assert rates["20"][0] == 20 and rates["60"] == rates["600"] and rates["20"][1] < rates["60"][1]
 
 
 def test_a_plan_without_prices_has_no_dollars(capsys: pytest.CaptureFixture[str]) -> None:

@@ -302,7 +302,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
             ("--rtt-ms", "--rate-mbit", "--loss", "--step-s", "--regions", "--target"),
             [*NUMBERS, "1", "1", "1"],
         ),
-        **dict.fromkeys(("--steps", "--gpus", "--usd-per-gb", "--usd-per-gpu-hour", "--params"), NUMBERS),
+        **dict.fromkeys(
+            ("--down-mbit", "--steps", "--gpus", "--usd-per-gb", "--usd-per-gpu-hour", "--params"), NUMBERS
+        ),
         **{"--link": FILES, "--json": FILES, "--write": FILES, "--congestion": NAMES, "--prices": NAMES},
     },
     "status": {"--coordinator": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--json": FILES},

@@ -120,6 +120,26 @@ def test_muon_trains_the_matrices_of_the_layers() -> None:
         assert not param.equal(before[name])
 
 
+def test_a_trained_start_is_the_beginning_of_data_parallel_training() -> None:
+    """Data-parallel training goes on with the bits that it would have had; regions begin with its weights, AdamW's moments and
+    schedule: averaged after each step of one region alone, they end where it does."""
+    schedule: dict[str, Any] = {"training__lr_scheduler_type": "cosine", "training__max_steps": 16}
+    whole, later = (
+        training.run(settings(**schedule, **ARMS["data-parallel"], study__trained_steps=steps))
+        for steps in (0, 8)
+    )
+    assert later["curve"] == [point for point in whole["curve"] if point[0] > 8]
+    assert later["weights"] != whole["weights"] and later["bytes"] == whole["bytes"] / 2
+    alone: dict[str, Any] = {"regions__count": 1, "study__trained_steps": 8, "outer__sync_interval": 1}
+    parallel, region = (
+        training.run(settings(**schedule, **alone, **each)) for each in (ARMS["data-parallel"], {})
+    )
+    for (_, mine), (_, theirs) in zip(region["curve"], parallel["curve"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    with pytest.raises(InputError, match="trained_steps=16: it must be at least 0, and less than"):
+        training.Run(settings(**schedule, study__trained_steps=16))
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_base_is_trained_on_other_text_and_only_its_adapter_travels() -> None:
     """All arms begin with the same base, and without `base_steps` with the same random weights as before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
@@ -25,13 +26,21 @@ from .inner import Inner, base, held_out_loss
 from .probe import Probe
 from .text import Text
 
-STUDY: dict[str, Any] = {"data_parallel": False, "absences": None, "probe": False, "base_steps": 0}
+STUDY: dict[str, Any] = {
+    "data_parallel": False,
+    "absences": None,
+    "probe": False,
+    "base_steps": 0,
+    "trained_steps": 0,
+}
 """The section `study` of a run's settings, which recipes do not have, with its defaults.
 
 - data_parallel: one model on the batches of all regions together; the section `outer` has no effect.
 - absences: `Absences`; none by default.
 - probe: whether region 0 measures the merge against inner steps that are truly redone (`Probe`).
 - base_steps: steps that the model has been trained on other text before (`inner.base`).
+- trained_steps: the first of `training.max_steps`, which are data-parallel in every arm: regions begin with the weights and the
+  inner optimizer of that moment, and go on in the same learning rate schedule.
 """
 FIRST = range(1, 9)
 """The inner steps whose batches a run's line has a checksum of."""
@@ -58,6 +67,11 @@ class Run:
         self.regions = self.recipe.regions.count or 1
         training = self.recipe.training
         self.steps, self.every = training["max_steps"], training["eval_steps"]
+        self.start = self.study["trained_steps"]
+        if not 0 <= self.start < self.steps:
+            raise InputError(
+                f"study.trained_steps={self.start}: it must be at least 0, and less than training.max_steps={self.steps}."
+            )
         self.text = Text(self.recipe, self.regions, self.seed, training["per_device_train_batch_size"])
         self.absences: Absences | None = None
         if self.study["absences"] is not None:
@@ -79,8 +93,15 @@ class Run:
         return method
 
     def inner(self) -> Inner:
-        """The model and the inner optimizer of a region, at the start."""
-        return Inner(self.recipe, self._base, self.seed)
+        """The model and the inner optimizer of a region, at the start of the comparison."""
+        return copy.deepcopy(self._trained)
+
+    @functools.cached_property
+    def _trained(self) -> Inner:
+        inner = Inner(self.recipe, self._base, self.seed)
+        for step in range(1, self.start + 1):
+            inner.train(torch.cat([self.text.batch(region, step) for region in range(self.regions)]))
+        return inner
 
     @functools.cached_property
     def _base(self) -> torch.nn.Module:
@@ -119,7 +140,7 @@ def _weights(inner: Inner) -> str:
 def _data_parallel(this: Run) -> dict[str, Any]:
     inner = this.inner()
     weights = _weights(inner)
-    for step in range(1, this.steps + 1):
+    for step in range(this.start + 1, this.steps + 1):
         batches = [this.text.batch(r, step) for r in range(this.regions) if this.here(r, step)]
         if batches:
             inner.train(torch.cat(batches))
@@ -127,7 +148,7 @@ def _data_parallel(this: Run) -> dict[str, Any]:
             this.evaluate(inner.model, step)
     this.evaluate(inner.model, this.steps)
     numel = sum(param.numel() for param in inner.model.parameters() if param.requires_grad)
-    sent = this.steps * message_bytes(Cast(torch.float32), numel, 0, this.regions)
+    sent = (this.steps - this.start) * message_bytes(Cast(torch.float32), numel, 0, this.regions)
     return {"weights": weights, "bytes": sent, "params": numel}
 
 
@@ -160,7 +181,7 @@ def _region(this: Run, region: int, link: Link) -> dict[str, Any]:
     )
     evaluates = region == 0 or not method.outer.regions_agree
     was_here = True
-    for step in range(1, this.steps + 1):
+    for step in range(this.start + 1, this.steps + 1):
         here = this.here(region, step)
         if here and not was_here:
             inner.restart()

@@ -219,9 +219,10 @@ def report(
 ) -> BenchReport:
     """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
-    `rate` is bits per second to each other region; None takes the best transfer as the floor. `rtt_s=None` takes the measured.
+    `rate` is bits per second of a region to all others together; None takes the best transfer as the floor. `rtt_s=None` takes
+    the measured.
     """
-    bits = results.bytes_sent * 8 / (results.regions - 1)
+    bits = results.bytes_sent * 8
     rtt = results.round_trip_s if rtt_s is None else rtt_s
     fastest = min(results.seconds)
     floor = bits / rate + rtt if rate is not None else fastest
@@ -244,7 +245,7 @@ def report(
     ]
     notes = [
         "In the first transfer, the connections are in slow start; for later transfers they are warm.",
-        "floor: the payload bytes to each other region at the link's rate, plus one round trip."
+        "floor: the payload bytes of a region at the link's rate, plus one round trip."
         if rate is not None
         else "floor: the best transfer, because the link's rate is unknown. Give the rate with --rate-mbit.",
         "RTT: the time of a small message to all other regions and one back from each, over the link.",

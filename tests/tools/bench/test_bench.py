@@ -67,15 +67,15 @@ def test_kept_results_are_of_this_form() -> None:
 
 
 def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
-    """The floor is the payload for each other region at the rate plus one round trip; without a rate, the best transfer."""
+    """The floor is a region's payload at the rate plus one round trip; without a rate, the best transfer."""
     found = link.Figures(
         regions=3, connections=2, bytes_sent=10**6, seconds=[3.0, 1.0, 2.0], round_trip_s=0.1
     )
-    rows = link.report(link.Trial(), found, {}, rate=4e6, rtt_s=0.2).rows
+    rows = link.report(link.Trial(), found, {}, rate=8e6, rtt_s=0.2).rows
     assert [row["transfer"] for row in rows] == ["first", "median of 2 more", "best"]
     assert [row["seconds"] for row in rows] == [3.0, 1.5, 1.0]
     assert {row["floor s"] for row in rows} == {1.2}
-    assert [row["Mbit/s"] for row in rows] == [4 / 3, 4 / 1.5, 4.0]
+    assert [row["Mbit/s"] for row in rows] == [8 / 3, 8 / 1.5, 8.0]
     assert [row["ratio"] for row in link.report(link.Trial(), found, {}).rows] == [3.0, 1.5, 1.0]
 
 
