@@ -115,6 +115,7 @@ class Connection:
 
     Attributes:
         broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
+        whole_since: when it has got its present socket, or its last one.
         lost_at: when it has ended; infinite before.
     """
 
@@ -139,6 +140,7 @@ class Connection:
         self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
         self.broken_at = self.lost_at = math.inf
+        self.whole_since = time.monotonic()
         self._reads = self._writes = self._asks = self._is_asked = False
         self._changed = threading.Condition()
         self._attaching = threading.Lock()
@@ -217,7 +219,7 @@ class Connection:
                         operation.keep()
                     self._tune(connected)
                     self._socket = self._last = connected
-                    self.broken_at = math.inf
+                    self.broken_at, self.whole_since = math.inf, time.monotonic()
                     self._outgoing.put(None)
                     self._changed.notify_all()
         except BaseException:

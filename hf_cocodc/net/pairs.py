@@ -23,7 +23,7 @@ from .keys import Ciphers, Keys, ciphers
 from .letters import Introduction, Whereabouts
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
-from .recovery import Denied, Liveness, Recovery
+from .recovery import Denied, Liveness, Recovery, stream_verdict, verdict
 from .relay import role_at_relay, ticket
 
 T = TypeVar("T")
@@ -93,7 +93,9 @@ class Pair:
         self._callers: list[tuple[str, int]] = []
         self._token = self._resumes = self._role = b""
         self._congestion: str | None = None
-        self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
+        self._word = word
+        self._recovery = Recovery(self._call_again, self._judge, self._end)
+        self._stream_recovery = Recovery(self._call_again, self._judge_stream)
         self._came: dict[int, socket.socket] = {}
         self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
@@ -163,9 +165,8 @@ class Pair:
         `look` is called several times a second while this end waits, and may raise. Raises LinkError if the other end cannot be
         reached, or has not called in time.
         """
-        connection = self._connection(
-            self._open(number, timeout_s, look), f"{self.region}-stream", self._congestion
-        )
+        opened, name = self._open(number, timeout_s, look), f"{self.region}-stream"
+        connection = Connection(opened, name, self._stream_recovery.begin, self._congestion)
         with self._changed:
             self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
             self._streams[number] = connection
@@ -196,6 +197,12 @@ class Pair:
     def _arrive(self, connection: socket.socket, number: int) -> None:
         """The other end has called for one more connection."""
         with self._changed:
+            taken = self._streams.get(number)
+            if taken is not None and math.isinf(
+                taken.lost_at
+            ):  # the other end has heard the same offer twice
+                connection.close()
+                return
             earlier = self._came.pop(number, None)
             self._came[number] = connection
             self._changed.notify_all()
@@ -233,6 +240,16 @@ class Pair:
                 connection.attach(connected)
 
         NativeThread(attach, "hf_cocodc-connect").start()
+
+    def _judge(self, broken_at: float, is_denied: bool) -> ConnectionLost | None:
+        return verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
+
+    def _judge_stream(self, broken_at: float, is_denied: bool) -> ConnectionLost | None:
+        """What becomes of a stream never ends the pair: transfers go on without it."""
+        assert self.control is not None
+        whole_since = self.control.whole_since if math.isinf(self.control.broken_at) else math.inf
+        has_control = math.isinf(self.control.lost_at)
+        return stream_verdict(time.monotonic(), broken_at, whole_since, has_control)
 
     def _end(self, error: ConnectionLost) -> None:
         """The other region is lost."""

@@ -18,6 +18,8 @@ _HEARD_S = 5.0
 _GRACE_S = 5.0
 """A restarted router breaks all connections of a region at once. The region has so long to call the coordinator again: it
 notices the break with its next heartbeat."""
+_STREAM_S = 10.0
+"""A stream comes back within so many seconds of the control connection, or never."""
 
 
 class Denied(ConnectionLost):
@@ -60,23 +62,38 @@ def verdict(
     return None  # it talks to the coordinator, as far as anybody knows
 
 
+def stream_verdict(
+    now: float, broken_at: float, whole_since: float, has_control: bool
+) -> ConnectionLost | None:
+    """The error if a broken stream is over; None while it may come back. It says nothing of the process at the other end.
+
+    An end that has closed a stream may not have been able to say so. While the control connection is whole since `whole_since`
+    (infinite if it is not), the other end would have called again by now. `has_control`: whether that has not ended.
+    """
+    is_over = not has_control or now - max(broken_at, whole_since) > _STREAM_S
+    return ConnectionLost(CLOSED) if is_over else None
+
+
+Judge = Callable[[float, bool], ConnectionLost | None]
+"""From the moment at which a connection broke, and whether the other end's machine denies it: the error if it is lost."""
+
+
 class Recovery:
     """Brings connections of a pair back, each in a thread of its own.
 
     Args:
         call: calls the other end for a connection. If the other end calls, it only looks whether its port is there. Raises
             Denied if it is not, and any other error if nobody knows.
-        lost: called with the error once the other end is lost.
+        lost: called with the error once a connection is lost.
     """
 
     def __init__(
         self,
         call: Callable[[Connection], None],
-        word: Callable[[], Liveness],
-        lost: Callable[[ConnectionLost], None],
-        timeout_s: float,
+        judge: Judge,
+        lost: Callable[[ConnectionLost], object] = lambda error: None,
     ) -> None:
-        self._call, self._word, self._lost, self._timeout_s = call, word, lost, timeout_s
+        self._call, self._judge, self._lost = call, judge, lost
         self._under_way: set[Connection] = set()
         self._lock = threading.Lock()
 
@@ -97,9 +114,9 @@ class Recovery:
                 is_denied = True
             except Exception as error:  # whatever it is, nobody must wait for ever
                 logger.debug("a connection does not come back yet: %r", error)
-            if math.isinf(connection.broken_at):
+            if math.isinf(connection.broken_at) or connection.lost_at < math.inf:
                 continue
-            lost = verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
+            lost = self._judge(broken_at, is_denied)
             if lost is not None:
                 self._lost(lost)
                 connection.end(lost)  # its pair may not know it yet

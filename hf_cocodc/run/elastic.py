@@ -174,6 +174,9 @@ class Elastic:
         wants = set()
         while session.wants:
             wants.add(session.wants.popleft())
+        later = {member for member in wants if session.is_ending(member)}
+        session.wants.extend(sorted(later))
+        wants -= later
         wanted = tuple(member for member in sorted(wants) if not session.offers_again(member))
         return News(wanted, session.leaves or self._outer.endings.leaves)
 

@@ -261,6 +261,7 @@ class RegionSession:
         if self._from is not None:  # the log after this base has ended too soon
             member, base = self._from
             base.close()
+            self.link.post(member, "enough")
             failures[member] += 1
         until, last = time.monotonic() + regions.start_timeout_s, ""
         while time.monotonic() < until:
@@ -278,6 +279,7 @@ class RegionSession:
                     )
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
+                    self.link.post(member, "enough")  # it may keep a log for this region
                     failures[member], last = failures[member] + 1, f" The last one: {error}"
                     continue
                 self._from = member, base
@@ -353,6 +355,11 @@ class RegionSession:
         self._donations[member] = donation
         self.say_doing()
         self.link.post(member, "offer", **donation.offer._asdict())
+
+    def is_ending(self, member: Member) -> bool:
+        """Whether what a newcomer has asked for before is about to end: until then it gets no other base."""
+        donation = self._donations.get(member)
+        return donation is not None and donation.is_ending
 
     def offers_again(self, member: Member) -> bool:
         """Repeat the offer to a newcomer that has not heard it, if there is one."""

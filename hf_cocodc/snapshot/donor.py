@@ -134,6 +134,11 @@ class Donation:
         self._ended.set()
         self.log.close()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has been told to end, and has yet to."""
+        return self._ended.is_set() and not self.over
+
     def join(self, timeout_s: float) -> None:
         """Wait until all is sent, for at most `timeout_s`."""
         self._thread.join(timeout_s)

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.net.connection import ConnectionLost
+from hf_cocodc.net import recovery
+from hf_cocodc.net.connection import ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Introduction, Whereabouts
-from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, verdict
+from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, stream_verdict, verdict
 from hf_cocodc.net.view import View
 from hf_cocodc.net.wire import Wire
 from tests.link.memory import at_once, connect, wait_until
@@ -55,6 +56,72 @@ def test_who_is_lost(broken_s: float, is_denied: bool, word: Liveness, lost: typ
     assert (None if error is None else type(error)) is lost
 
 
+@pytest.mark.parametrize(
+    ("broken_s", "whole_s", "has_control", "is_over"),
+    [
+        (9.0, 60.0, True, False),
+        (11.0, 60.0, True, True),  # the other end would have called again
+        (50.0, 9.0, True, False),  # the network has just come back
+        (50.0, 11.0, True, True),
+        (50.0, -math.inf, True, False),  # nothing comes through: what becomes of the pair decides
+        (0.0, 60.0, False, True),
+    ],
+)
+def test_when_a_stream_is_over(broken_s: float, whole_s: float, has_control: bool, is_over: bool) -> None:
+    error = stream_verdict(100.0, 100.0 - broken_s, 100.0 - whole_s, has_control)
+    assert (error is not None) == is_over
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("closes", [0, 1])
+def test_a_stream_that_ends_without_a_word_costs_no_pair(
+    caller: int, closes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end could not say goodbye, because its socket was broken: the other end hears of it, and transfers go on."""
+    monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
+    with routed(caller=caller, timeout_s=6.0) as both:
+        for wire in both.wires:
+            wire.liveness_of = lambda region: Liveness(True, time.monotonic())  # it has just lost both
+        streams = at_once(*(partial(wire.stream, 1 - wire.region, 70, 5.0) for wire in both.wires))
+        ends = [stream.connection for stream in streams]
+        waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
+        ends[1 - closes].receive(waits)
+        ends[closes]._broken = lambda connection: None  # it does not come back
+        socket_of = ends[closes]._socket
+        assert socket_of is not None
+        socket_of.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: ends[closes].broken_at < math.inf)
+        ends[closes].close()
+        with pytest.raises(ConnectionLost):
+            waits.wait(5.0)
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        at_once(*(partial(swapped, view, 40, 4, 1000) for view in views))
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_stream_that_nobody_has_taken_costs_no_pair(
+    caller: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer that has gone to another donor leaves it there. One that takes it late, after it has broken, has it."""
+    monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
+    with routed(caller=caller, timeout_s=6.0) as both:
+        calls, called = both.wires[caller], both.wires[1 - caller]
+        stream = calls.stream(called.region, 70, 5.0).connection
+        wait_until(lambda: 70 in called._pairs[calls.region]._came)
+        both.router.cut()
+        if is_taken:
+            late = called.stream(calls.region, 70, 5.0).connection
+            waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
+            late.receive(waits)
+            stream.send(Operation(0, 0, torch.ones(3, dtype=torch.uint8)))
+            waits.wait(5.0)
+        else:
+            wait_until(lambda: stream.lost_at < math.inf)
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        at_once(*(partial(swapped, view, 40, 4, 1000) for view in views))
+
+
 def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
     """The connection may have broken before its pair knows it."""
 
@@ -69,10 +136,10 @@ def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
             raise failures.pop()
         again.broken_at = math.inf
 
-    recovery = Recovery(call, Liveness, pytest.fail, 30.0)
+    recovering = Recovery(call, lambda broken_at, is_denied: None, pytest.fail)
     for _ in range(2):  # one thread is enough
-        recovery.begin(connection)
-    wait_until(lambda: math.isinf(connection.broken_at) and not recovery._under_way)
+        recovering.begin(connection)
+    wait_until(lambda: math.isinf(connection.broken_at) and not recovering._under_way)
 
 
 class Router:
