@@ -18,7 +18,7 @@ import torch
 
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.recipe import Recipe
-from hf_cocodc.tools.bench.report import BenchReport, write
+from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.bench.workers import PORT, coordinator_in_region_0, run, serve
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean
 from hf_cocodc.tools.plan.flights import LinkFigures
@@ -222,9 +222,23 @@ def compare(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return rows
 
 
+def kept(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an earlier result, each replaced by that of `rows` for the same cell."""
+    names = ("link", "method", "codec", "overlap")
+    measured = {tuple(row[name] for name in names): row for row in rows}
+    [report] = read(path)
+    return [measured.get(tuple(row[name] for name in names), row) for row in report["rows"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", type=int, metavar="N", help="numbers of cells, from 0")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="numbers of cells, from 0: only these are trained; the result keeps the others, if it has them",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FILE")
     options = parser.parse_args()
     missing = obstacle()
@@ -232,6 +246,8 @@ def main() -> int:
         sys.stdout.write(f"{missing}\n")
         return 2
     rows = compare([CELLS[number] for number in options.only] if options.only else CELLS)
+    if options.only and options.output.is_file():
+        rows = kept(options.output, rows)
     shares = dict.fromkeys(("expected", "measured", "error", "blocked", "least", "most"), ".1%")
     setting = {"parameters": sum(param.numel() for param in model_of(SHAPE).parameters()), "H": H}
     report = BenchReport("the planner against training over an emulated link", setting, rows, formats=shares)

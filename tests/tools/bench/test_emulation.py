@@ -83,7 +83,7 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rate-mbit", "0"], "--rate-mbit 0 must lie in 0.01 .. 100000."),
+        (["--pair-mbit", "0"], "--pair-mbit 0 must lie in 0.01 .. 100000."),
         (["--rtt-ms", "-1"], "--rtt-ms -1 must lie in 0 .. 60000."),
         (["--loss", "5"], "--loss 5 must lie in 0 .. 0.99."),
         (["--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
