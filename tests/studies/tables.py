@@ -118,8 +118,12 @@ def rows_of(study: Study, found: Found, cell: str) -> list[Row]:
     def tail(result: Result) -> float:
         return tail_loss(result["curve"])
 
-    def steps(result: Result) -> float | None:
+    def arrives(result: Result) -> float | None:
         return None if goal is None else steps_to(result["curve"], goal)
+
+    def steps(result: Result) -> float | None:
+        """Of a run that never arrives, all of its steps: it needs more. Without such runs the slower arm would look fast."""
+        return None if goal is None else arrives(result) or float(result["curve"][-1][0])
 
     rows = []
     for arm in study.arms:
@@ -136,7 +140,7 @@ def rows_of(study: Study, found: Found, cell: str) -> list[Row]:
                     alone(arm, lambda result: result["curve"][-1][1]),
                     alone(arm, steps),
                     against(arm, study.reference, steps, ratio=True),
-                    sum(steps(result) is None for result in results.values()),
+                    sum(arrives(result) is None for result in results.values()),
                     mean(result["bytes"] for result in results.values()) / 1e6,
                     mean(result["trained"] for result in results.values()),
                 )
