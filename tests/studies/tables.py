@@ -129,6 +129,8 @@ def rows_of(study: Study, found: Found, cell: str) -> list[Row]:
     for arm in study.arms:
         results = found.compare.get((cell, arm), {})
         if results:
+            missed = sum(arrives(result) is None for result in results.values())
+            is_reached = missed < len(results)
             rows.append(
                 Row(
                     arm,
@@ -138,9 +140,9 @@ def rows_of(study: Study, found: Found, cell: str) -> list[Row]:
                     against(arm, study.reference, tail),
                     against(arm, parallel, tail),
                     alone(arm, lambda result: result["curve"][-1][1]),
-                    alone(arm, steps),
-                    against(arm, study.reference, steps, ratio=True),
-                    sum(arrives(result) is None for result in results.values()),
+                    alone(arm, steps) if is_reached else None,
+                    against(arm, study.reference, steps, ratio=True) if is_reached else None,
+                    missed,
                     mean(result["bytes"] for result in results.values()) / 1e6,
                     mean(result["trained"] for result in results.values()),
                 )
@@ -222,8 +224,9 @@ def _comparison(study: Study, rows: Sequence[Row], goal: float | None) -> list[s
                 shown(row.to_reference, "+.4f"),
                 shown(row.to_parallel, "+.4f"),
                 shown(row.finished, ".4f"),
-                (shown(row.steps, ".0f") if row.steps else "-")
-                + (f", {row.missed} never" if row.missed else ""),
+                "never"
+                if row.steps is None and row.missed
+                else (shown(row.steps, ".0f") + (f", {row.missed} never" if row.missed else "")),
                 shown(row.steps_ratio, "+.1f", 100),
                 f"{row.megabytes:.3g}",
                 *([f"{row.trained:.1%}"] if has_absences else []),
