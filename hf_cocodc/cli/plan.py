@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from ..errors import InputError, nearest, short
 from ..net.pacing import congestion_of
 from ..settings.recipe import add_recipe
+from ..tools.plan import sizes
+from ..tools.plan.money import Prices, list_price
 from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
 
 T = TypeVar("T")
@@ -93,8 +95,6 @@ def run(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.exists():
         raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
-    from ..tools.plan import choice, sizes, speeds, table, written
-
     steps = [] if options.steps is None else [f"training.max_steps={options.steps}"]
     recipe = (
         recipe_of(options, steps)
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
     regions = options.regions or max(recipe.regions.count or 2, 2)
     prices = _prices(options, regions)
     from ..tools.bench.report import content
+    from ..tools.plan import choice, speeds, table, written
     from ..tools.plan.flights import LinkFigures
     from ..tools.plan.forecast import Subject, codecs_of
     from ..training.preflight import on_meta
@@ -146,10 +147,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prices(options: argparse.Namespace, regions: int) -> Any:
-    """The `Prices` of the options. Raises InputError if `--prices` does not fit."""
-    from ..tools.plan.money import Prices, list_price
-
+def _prices(options: argparse.Namespace, regions: int) -> Prices:
+    """Raises InputError if `--prices` does not fit."""
     per_gb, source = options.usd_per_gb, ""
     if options.prices is not None:
         per_gb, source = list_price(options.prices.split(","), regions)

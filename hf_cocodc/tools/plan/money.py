@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from ...errors import InputError, nearest
-from .course import Course
-from .flights import MSS, MTU
 
 FILE = Path(__file__).with_name("prices.yaml")
 
@@ -48,9 +46,8 @@ class Cost(NamedTuple):
         return (self.traffic or 0.0) + (self.gpus or 0.0)
 
 
-def cost(course: Course, prices: Prices, regions: int, seconds: float) -> Cost:
-    """What `seconds` of a training cost. Clouds count packets with their headers."""
-    gigabytes = regions * seconds * course.bytes_per_s * MTU / MSS / 1e9
+def cost(gigabytes: float, seconds: float, prices: Prices) -> Cost:
+    """What it costs that so much leaves all regions, in so much time."""
     hour_price = prices.usd_per_gpu_hour
     return Cost(
         traffic=None if prices.usd_per_gb is None else gigabytes * prices.usd_per_gb,

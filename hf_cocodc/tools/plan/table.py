@@ -12,7 +12,7 @@ from ..bench.report import BenchReport, Row
 from ..report.summary import describe
 from .choice import foremost
 from .course import Course
-from .flights import TRIALS
+from .flights import MSS, MTU, TRIALS
 from .forecast import Forecast, Subject
 from .money import NONE, Cost, Prices, cost
 
@@ -126,7 +126,10 @@ def _cost(course: Course, subject: Subject, prices: Prices) -> Cost:
     """Of all inner steps, or of `_STEPS`."""
     steps = subject.recipe.training.get("max_steps", -1)
     steps = steps if steps > 0 else _STEPS
-    return cost(course, prices, subject.regions, steps * subject.step_s / course.utilization)
+    seconds = steps * subject.step_s / course.utilization
+    # clouds count packets with their headers
+    gigabytes = subject.regions * seconds * course.bytes_per_s * MTU / MSS / 1e9
+    return cost(gigabytes, seconds, prices)
 
 
 def _dollars(course: Course, subject: Subject, prices: Prices) -> dict[str, Any]:
