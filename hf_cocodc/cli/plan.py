@@ -140,7 +140,9 @@ def run(options: argparse.Namespace) -> int:
         if chosen is None:
             raise InputError(f"--write {short(options.write)}: there are no settings to write; see above.")
         options.write.write_text(
-            written.recipe_of(options.recipe, options.overrides, chosen, subject, "\n".join(words)),
+            written.recipe_of(
+                options.recipe, [*options.overrides, *steps], chosen, subject, "\n".join(words)
+            ),
             encoding="utf-8",
         )
         print(f"written: {options.write}")

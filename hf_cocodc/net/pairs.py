@@ -198,9 +198,8 @@ class Pair:
         """The other end has called for one more connection."""
         with self._changed:
             taken = self._streams.get(number)
-            if taken is not None and math.isinf(
-                taken.lost_at
-            ):  # the other end has heard the same offer twice
+            # the other end has heard the same offer twice
+            if taken is not None and math.isinf(taken.lost_at):
                 connection.close()
                 return
             earlier = self._came.pop(number, None)

@@ -277,6 +277,13 @@ def test_the_slower_way_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rates["20"][0] == 20 and rates["60"] == rates["600"] and rates["20"][1] < rates["60"][1]
 
 
+def test_the_steps_of_a_plan_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out = tmp_path / "out.yaml"
+    assert main([*PLAN, "--target", "0.1", "--steps", "1234", "--write", str(out)]) == 0
+    assert Recipe.load(out).training["max_steps"] == 1234
+
+
 def test_a_plan_without_prices_has_no_dollars(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(PLAN) == 0
     assert "$" not in capsys.readouterr().out
@@ -305,6 +312,7 @@ def test_a_plan_without_a_recipe(
     [
         ([], "give either a recipe, or --params"),
         (["--params", "many"], "--params many must be a number of parameters"),
+        (["--params", "9" * 400], "must be a number of parameters"),
         (["--params", "10"], "--params 10 must be a number of parameters"),
         (["--params", "1B", "--write", "out.yaml"], "--write needs a recipe"),
     ],

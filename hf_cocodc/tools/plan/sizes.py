@@ -23,7 +23,7 @@ def params_in(text: str) -> int:
     >>> params_in("1.2B"), params_in("350m")
     (1200000000, 350000000)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmbt]?)", text.strip().lower())
     count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not LEAST <= count <= MOST:
         raise InputError(
