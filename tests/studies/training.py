@@ -78,6 +78,7 @@ class Run:
             interval = self.recipe.outer.sync_interval or self.every
             self.absences = Absences(self.study["absences"], self.regions, self.steps, interval, self.seed)
         self.curve: list[tuple[int, float | None]] = []
+        self.weights = ""
 
     def here(self, region: int, step: int) -> bool:
         """Whether a region trains in an inner step."""
@@ -99,6 +100,7 @@ class Run:
     @functools.cached_property
     def _trained(self) -> Inner:
         inner = Inner(self.recipe, self._base, self.seed)
+        self.weights = _weights(inner)
         for step in range(1, self.start + 1):
             inner.train(torch.cat([self.text.batch(region, step) for region in range(self.regions)]))
         return inner
@@ -139,7 +141,6 @@ def _weights(inner: Inner) -> str:
 
 def _data_parallel(this: Run) -> dict[str, Any]:
     inner = this.inner()
-    weights = _weights(inner)
     for step in range(this.start + 1, this.steps + 1):
         batches = [this.text.batch(r, step) for r in range(this.regions) if this.here(r, step)]
         if batches:
@@ -149,7 +150,7 @@ def _data_parallel(this: Run) -> dict[str, Any]:
     this.evaluate(inner.model, this.steps)
     numel = sum(param.numel() for param in inner.model.parameters() if param.requires_grad)
     sent = (this.steps - this.start) * message_bytes(Cast(torch.float32), numel, 0, this.regions)
-    return {"weights": weights, "bytes": sent, "params": numel}
+    return {"weights": this.weights, "bytes": sent, "params": numel}
 
 
 def _in_regions(this: Run) -> dict[str, Any]:
@@ -159,7 +160,6 @@ def _in_regions(this: Run) -> dict[str, Any]:
 def _region(this: Run, region: int, link: Link) -> dict[str, Any]:
     """Train one region; region 0 evaluates the global model."""
     inner, sent = this.inner(), 0
-    weights = _weights(inner)
 
     def record(kind: str, **facts: Any) -> None:
         nonlocal sent
@@ -205,5 +205,5 @@ def _region(this: Run, region: int, link: Link) -> dict[str, Any]:
     outer.finish()
     if region == 0:
         this.evaluate(inner.model, this.steps)
-    found = {"weights": weights, "bytes": sent, "params": outer.num_params}
+    found = {"weights": this.weights, "bytes": sent, "params": outer.num_params}
     return found if probe is None else {**found, "probe": probe.found(this.steps)}
