@@ -423,6 +423,8 @@ class RegionSession:
             case Posted(sender=sender, topic="base"):
                 self.wants.append(sender)
             case Posted(sender=sender, topic="enough"):
+                if sender in self.wants:  # it has given up before this region came to it
+                    self.wants.remove(sender)
                 self._end_donation(sender, "in", "it is in the run")
             case Posted(sender=sender, topic=topic, content=content):
                 self._donors.hear(sender, topic, content)

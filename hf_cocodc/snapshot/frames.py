@@ -98,15 +98,16 @@ class Frames:
             if tensor.numel():
                 self.send_bytes(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 
-    def receive_tree(self, line: dict[str, Any], limit: int) -> Any:
-        """The value that `send_tree` announced with `line`; its tensors have at most `limit` bytes."""
+    def receive_tree(self, announced: dict[str, Any], limit: int) -> Any:
+        """The value that `send_tree` announced; its tensors have at most `limit` bytes."""
         try:
-            if len(line["tensors"]) > _MOST_TENSORS:
-                raise ValueError(f"it has {len(line['tensors'])} tensors")
+            if len(announced["tensors"]) > _MOST_TENSORS:
+                raise ValueError(f"it has {len(announced['tensors'])} tensors")
             shapes = {
-                str(name): (_DTYPES[dtype], _shape(shape)) for name, (dtype, shape) in line["tensors"].items()
+                str(name): (_DTYPES[dtype], _shape(shape))
+                for name, (dtype, shape) in announced["tensors"].items()
             }
-            tree = line["tree"]
+            tree = announced["tree"]
             tensors: dict[str, Tensor] = {}
             for name, (dtype, shape) in shapes.items():
                 size = dtype.itemsize

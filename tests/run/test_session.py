@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc import RegionConfig
-from hf_cocodc.coordinator.messages import Over
+from hf_cocodc.coordinator.messages import Over, Posted
 from hf_cocodc.errors import LeftBehind, LinkError, RunOver
 from hf_cocodc.net.letters import Member
 from hf_cocodc.run import session as session_module
@@ -91,3 +91,13 @@ def test_a_newcomer_that_nobody_lets_in_begins_once_more(monkeypatch: pytest.Mon
         assert not waits.applies(marker)
     with pytest.raises(LeftBehind, match="it has been ready for 100 s, and nobody lets it in"):
         waits.applies(marker)
+
+
+def test_a_newcomer_that_has_given_up_gets_no_base() -> None:
+    """It has gone to another member while this one was busy: nobody would take what this one writes."""
+    gives = session()
+    gives.link.on(Posted(sender=ZERO, topic="base", content={}))
+    assert list(gives.wants) == [ZERO]
+    for _ in range(2):
+        gives.link.on(Posted(sender=ZERO, topic="enough", content={}))
+        assert not gives.wants

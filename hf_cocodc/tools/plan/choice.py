@@ -223,5 +223,4 @@ def _fragments(config: OuterConfig) -> int:
 
 def _longest(subject: Subject) -> int:
     """The longest round to try: two fit into the run, if the recipe says how long it is."""
-    steps = subject.recipe.training.get("max_steps", -1)
-    return min(max(steps // 2, 1), LONGEST) if steps > 0 else LONGEST
+    return LONGEST if subject.steps is None else min(max(subject.steps // 2, 1), LONGEST)

@@ -53,6 +53,7 @@ class Subject:
     Attributes:
         connections: TCP connections to each other region.
         limit: the most payload bytes per second that a region should send.
+        steps: inner steps of the run; None if the recipe does not say.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class Subject:
     ) -> None:
         self.recipe, self.model, self.link = recipe, model, link
         self.step_s, self.regions, self.speeds = step_s, regions, speeds
+        steps = recipe.training.get("max_steps", -1)
+        self.steps = steps if steps > 0 else None
         self.num_params = sum(param.numel() for param in model.parameters() if param.requires_grad)
         self.num_blocks = max(len(find_blocks(model)), 1)
         given = recipe.regions.rate_limit

@@ -53,7 +53,6 @@ def report(
 ) -> BenchReport:
     """The table of a plan: settings for each method and codec, and data-parallel training."""
     link = subject.link
-    steps = subject.recipe.training.get("max_steps", -1)
     parallel = subject.data_parallel()
     rows = [
         {
@@ -63,8 +62,7 @@ def report(
             "P": each.shown.get("num_fragments", 1),
             "stale": each.course.staleness,
             "needs": each.course.needs,
-            **_figures(each.course, steps, subject.step_s),
-            **_dollars(each.course, subject, prices),
+            **_figures(each.course, subject, prices),
             "vs DDP": each.course.utilization / parallel.utilization,
             "dev MB": each.device_bytes / 1e6,
             "host MB": each.host_bytes / 1e6,
@@ -73,7 +71,7 @@ def report(
     ]
     row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "stale", "needs"))
     row |= {"method": "DDP", "codec": "fp32"}
-    row |= _figures(parallel, steps, subject.step_s) | _dollars(parallel, subject, prices) | {"vs DDP": 1.0}
+    row |= _figures(parallel, subject, prices) | {"vs DDP": 1.0}
     rows.append(row)
     notes = [*_NOTES, *_notes_on(prices)]
     if failing:
@@ -86,7 +84,7 @@ def report(
         "loss": link.loss,
         "congestion": link.congestion,
         "step_s": subject.step_s,
-        "steps": steps if steps > 0 else None,
+        "steps": subject.steps,
         "target": target,
     }
     formats: dict[str, str | Callable[[Any], str]] = {
@@ -112,34 +110,30 @@ def short(whole: BenchReport, forecasts: Sequence[Forecast], recipe: OuterConfig
     return dataclasses.replace(whole, rows=[*rows, whole.rows[-1]], notes=[*whole.notes, *_wrapped([note])])
 
 
-def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
-    seconds = steps * step_s / course.utilization if steps > 0 else None
-    return {
+def _figures(course: Course, subject: Subject, prices: Prices) -> dict[str, Any]:
+    """The columns that data-parallel training has, too; those of money if there are prices."""
+    columns: dict[str, Any] = {
         "used": course.utilization,
         "wait s/h": 3600 * course.blocked,
         "GB/h": 3600 * course.bytes_per_s / 1e9,
-        "time": seconds,
+        "time": None if subject.steps is None else _seconds(course, subject),
     }
+    if prices.are_given:
+        price, unit = _cost(course, subject, prices), "/1k" if subject.steps is None else ""
+        columns |= {} if None in price else {f"net ${unit}": price.traffic}
+        columns[f"${unit}"] = price.total
+    return columns
+
+
+def _seconds(course: Course, subject: Subject) -> float:
+    """Of all inner steps, or of `_STEPS`."""
+    return (subject.steps or _STEPS) * subject.step_s / course.utilization
 
 
 def _cost(course: Course, subject: Subject, prices: Prices) -> Cost:
-    """Of all inner steps, or of `_STEPS`."""
-    steps = subject.recipe.training.get("max_steps", -1)
-    steps = steps if steps > 0 else _STEPS
-    seconds = steps * subject.step_s / course.utilization
-    # clouds count packets with their headers
-    gigabytes = subject.regions * seconds * course.bytes_per_s * MTU / MSS / 1e9
-    return cost(gigabytes, seconds, prices)
-
-
-def _dollars(course: Course, subject: Subject, prices: Prices) -> dict[str, Any]:
-    """The columns of money, if there are prices."""
-    if not prices.are_given:
-        return {}
-    each = _cost(course, subject, prices)
-    unit = "" if subject.recipe.training.get("max_steps", -1) > 0 else "/1k"
-    both = {} if None in each else {f"net ${unit}": each.traffic}
-    return {**both, f"${unit}": each.total}
+    """Of all inner steps, or of `_STEPS`. Clouds count packets with their headers."""
+    seconds = _seconds(course, subject)
+    return cost(subject.regions * seconds * course.bytes_per_s * MTU / MSS / 1e9, seconds, prices)
 
 
 def _notes_on(prices: Prices) -> list[str]:
@@ -159,13 +153,9 @@ def dollars(amount: float) -> str:
     >>> dollars(0.123), dollars(2.5), dollars(1234.5)
     ('0.12', '2.5', '1,234')
     """
-    return (
-        f"{amount:.2g}"
-        if amount < 1
-        else f"{amount:.2f}".rstrip("0").rstrip(".")
-        if amount < 10
-        else f"{amount:,.0f}"
-    )
+    if amount < 1:
+        return f"{amount:.2g}"
+    return f"{amount:.2f}".rstrip("0").rstrip(".") if amount < 10 else f"{amount:,.0f}"
 
 
 def in_words(
@@ -181,15 +171,14 @@ def in_words(
         )
     course = chosen.course
     interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
-    seconds = _figures(course, subject.recipe.training.get("max_steps", -1), subject.step_s)["time"]
     lines = [
         f"settings: {describe(chosen.shown)}",
         f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}",
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
-        + ("" if seconds is None else f" The run takes {duration(seconds)}."),
+        + ("" if subject.steps is None else f" The run takes {duration(_seconds(course, subject))}."),
         *_money_in_words(chosen, subject, prices),
-        *_warnings(chosen, subject.recipe.training.get("max_steps")),
+        *_warnings(chosen, subject.steps),
         *loss(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
     return _wrapped(lines)
@@ -199,23 +188,21 @@ def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[
     """What a run costs beside data-parallel training over the same link; nothing without prices."""
     if not prices.are_given:
         return []
-    steps = subject.recipe.training.get("max_steps", -1)
-    counted = steps if steps > 0 else _STEPS
 
     def words(course: Course) -> str:
         each = _cost(course, subject, prices)
         parts = [f"${dollars(each.traffic)} of traffic"] if each.traffic is not None else []
         parts += [f"${dollars(each.gpus)} of GPUs"] if each.gpus is not None else []
-        return f"{' and '.join(parts)} in {duration(counted * subject.step_s / course.utilization)}"
+        return f"{' and '.join(parts)} in {duration(_seconds(course, subject))}"
 
     what = f"{chosen.shown['method']} {chosen.shown['codec']} over {subject.regions} regions"
-    of = "" if steps > 0 else f", {counted:,} inner steps"
+    of = f", {_STEPS:,} inner steps" if subject.steps is None else ""
     return [f"cost: {what}{of}: {words(chosen.course)}. Data-parallel: {words(subject.data_parallel())}."]
 
 
-def _warnings(chosen: Forecast, max_steps: int | None) -> list[str]:
+def _warnings(chosen: Forecast, steps: int | None) -> list[str]:
     """What the mean hides, and what the settings throw away."""
-    warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, max_steps)
+    warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, steps)
     lines = [f"warning: {each}" for each in warnings if each is not None]
     if chosen.course.utilization - chosen.worst > _NOTABLE:
         lines.append(

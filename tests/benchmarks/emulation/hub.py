@@ -1,6 +1,6 @@
 """The hub of an emulated WAN: it makes the regions and carries the packets between them.
 
-`wan.Wan` starts the hub as a separate process, `python -m hf_cocodc.emulation.hub SPEC`. They exchange lines of JSON. The
+`wan.Wan` starts the hub as a separate process, `python hub.py SPEC`. They exchange lines of JSON. The
 hub runs until its standard input ends: when the parent closes the WAN, or dies.
 """
 
