@@ -23,7 +23,8 @@ STDOUT = Path("-")
 
 def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch. Raises InputError if
-    it cannot be read, or cannot work."""
+    it cannot be read, or cannot work.
+    """
     recipe = Recipe.load(options.recipe, [*options.overrides, *overrides])
     check_sections(recipe)
     return recipe

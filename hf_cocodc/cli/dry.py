@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def free_number(recipe: Recipe, address: str) -> int:
     """The lowest number that no process of the recipe's run has; it is not claimed. Raises InputError if the run does not
-    train, or has as many regions as it may have."""
+    train, or has as many regions as it may have.
+    """
     [state] = running(address, keys_of(address, recipe.regions.secret_file), name_of(recipe))
     taken = [each["region"] for each in (*state["members"], *state["newcomers"])]
     free = [each for each in range(state["most"]) if each not in taken]
@@ -32,7 +33,8 @@ def free_number(recipe: Recipe, address: str) -> int:
 
 def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: bool) -> None:
     """Check the folders as a run would, print what it would do, and write nothing. Raises InputError if a folder cannot be
-    written, or another run has it."""
+    written, or another run has it.
+    """
     from ..run.lock import refuse_held, region_lock
     from ..tools.doctor.facts import disk
     from ..training.launch import log_name

@@ -98,7 +98,8 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
 
 def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
     """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Raises InputError if the
-    coordinator's host has no address, MeetingError if none answers, or one with another secret."""
+    coordinator's host has no address, MeetingError if none answers, or one with another secret.
+    """
     from ..coordinator.client import status
 
     return next(iter(status(address, keys, name_of(recipe), CONNECT_S)), None)
@@ -106,7 +107,8 @@ def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] 
 
 def over(state: dict[str, Any] | None, join: bool) -> str | None:
     """What a region is told that comes to a run that has finished; None if it has not. Raises RunOver if the region is to join,
-    and the run has stopped before its end."""
+    and the run has stopped before its end.
+    """
     if state is None or state["phase"] != "ended":
         return None
     ended, has = state["ended"], f"run {state['name']!r} has"
@@ -126,7 +128,8 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
 
 def trains(state: dict[str, Any] | None, region: int) -> bool:
     """Whether a run trains already, which a region that its scheduler starts again then enters by itself. Says so if another
-    process of the region still takes part."""
+    process of the region still takes part.
+    """
     if state is None or not state["elastic"] or state["phase"] not in ("trains", "recovering"):
         return False
     for member in state["members"]:

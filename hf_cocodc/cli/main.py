@@ -94,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command and its options; the arguments after the first -- become `launcher`. argparse itself accepts -- only
-    directly after the recipe, not after options that follow it."""
+    directly after the recipe, not after options that follow it.
+    """
     if argv[:1] == ["store"]:
         raise InputError("hf-cocodc store is called hf-cocodc coordinator now.")
     dashes = argv.index("--") if "--" in argv else len(argv)
@@ -120,7 +121,8 @@ def _split_override(argv: Sequence[str]) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error of this package, or of the operating system (a full disk, an output that no one reads), becomes
-    one paragraph and an exit code (see errors.py)."""
+    one paragraph and an exit code (see errors.py).
+    """
     try:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)

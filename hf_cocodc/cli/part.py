@@ -12,7 +12,8 @@ from ..settings.recipe import Recipe
 @dataclasses.dataclass(frozen=True)
 class MachinePart:
     """The part of a run that this machine has. `recipe.regions` has what the options and the environment say; `region` trains
-    here, or all do if it is None; `is_told`: something says how many regions there are."""
+    here, or all do if it is None; `is_told`: something says how many regions there are.
+    """
 
     recipe: Recipe
     region: int | None
@@ -30,7 +31,8 @@ class MachinePart:
 
     def check(self, may_join: bool) -> None:
         """Raise InputError if the region does not exist, or cannot find the others. If it `may_join`, it may have any number
-        below regions.max."""
+        below regions.max.
+        """
         if self.region is None:
             return
         largest = self.recipe.regions.max if may_join else None
@@ -50,7 +52,8 @@ class MachinePart:
 
 def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> MachinePart:
     """The part that --region, --coordinator, --run and --secret-file, or else the environment, give this machine. Raises
-    InputError if they contradict the recipe or the environment."""
+    InputError if they contradict the recipe or the environment.
+    """
     here = recipe.regions
     refuse_old_names(os.environ)
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)

@@ -92,7 +92,8 @@ def _labelled_output() -> Iterator[None]:
 
 class Labelled(io.TextIOBase):
     """A stream that puts the name of a region in front of each complete line that its thread writes; of a progress bar only the
-    last state passes. The lines of other threads pass unchanged."""
+    last state passes. The lines of other threads pass unchanged.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

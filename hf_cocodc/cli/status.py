@@ -60,7 +60,8 @@ def keys_of(address: str, secret_file: str | None) -> "Keys | None":
 
 def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dict[str, Any]]:
     """The runs at a coordinator, or the one of this name: see `coordinator/runs.py`. Raises MeetingError if no coordinator
-    answers there, or one with another secret."""
+    answers there, or one with another secret.
+    """
     from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
 
@@ -76,7 +77,8 @@ def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dic
 
 def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[str, Any]]:
     """The runs that train, or wait for their regions; the one of this name, if there is a name. Raises InputError if there is
-    none, and MeetingError like `look`."""
+    none, and MeetingError like `look`.
+    """
     known = look(address, keys, name)
     active = [each for each in known if each["phase"] in ("gathering", "trains", "recovering")]
     if active:

@@ -157,7 +157,8 @@ def _train(
     give_away: Callable[[Path], None],
 ) -> int:
     """Start `regions`, or this machine's part of one, show their progress, and report. The folder of a lost region is given
-    away, because another command may bring it back."""
+    away, because another command may bring it back.
+    """
     from ..training import launch
     from ..training.building import output_dir
 
@@ -296,7 +297,8 @@ def _saved(folder: Path, processes: Sequence[Any]) -> str:
 
 def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bool) -> int:
     """Print which region failed first and why, then the errors of the others, each message once; returns the first one's exit
-    code. In an elastic run that is one that stopped with the others: the command has told of lost ones before."""
+    code. In an elastic run that is one that stopped with the others: the command has told of lost ones before.
+    """
     stopped = [each for each in failed if each.has_stopped]
     first = (stopped if elastic and stopped else failed)[0]
     regions_by_error: dict[str, list[int]] = {}

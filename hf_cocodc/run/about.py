@@ -140,6 +140,7 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 def jsonable(value: Any) -> Any:
     """`value` as it comes back from JSON: other types become their names, and infinities and NaN become words, because
-    checkpoints hold strict JSON, and NaN differs from itself."""
+    checkpoints hold strict JSON, and NaN differs from itself.
+    """
     text = json.dumps(value, default=lambda other: getattr(other, "value", type(other).__name__))
     return json.loads(text, parse_constant=lambda number: str(float(number)))

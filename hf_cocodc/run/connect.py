@@ -146,7 +146,8 @@ def _adapter_settings(model: nn.Module) -> list[str]:
 
 def frozen_digest(model: nn.Module) -> str:
     """Digest of all that regions do not synchronise but must have equal: frozen parameters, saved buffers, and other saved
-    tensors, such as the scales of quantised weights. Of a sharded tensor, only this rank's shard."""
+    tensors, such as the scales of quantised weights. Of a sharded tensor, only this rank's shard.
+    """
     sha = hashlib.sha256()
     for name, tensor in contents(model).items():
         if not tensor.requires_grad:
@@ -163,7 +164,8 @@ _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 def _let_gloo_end() -> None:
     """Give gloo's threads a moment to end. A thread that still has to release the tensors of a collective call when the
     interpreter has exited aborts the process, and a successful run fails (pytorch/pytorch#190489). Destroying the group does
-    not help while a model references it."""
+    not help while a model references it.
+    """
     time.sleep(_GLOO_END_S)
 
 

@@ -261,7 +261,8 @@ class Elastic:
 
     def _leave(self) -> None:
         """Leave in good order: what this region has trained reaches the others first. The last region stops the run; one whose
-        run ends before it has left ends with the others."""
+        run ends before it has left ends with the others.
+        """
         outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
         if outer.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)

@@ -99,7 +99,8 @@ class Endings:
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask all regions to stop, at a step that they agree on through the coordinator, or else when a transfer tells them.
-        Where regions go on without each other and `regions.when_one_ends` is "continue", only this one leaves."""
+        Where regions go on without each other and `regions.when_one_ends` is "continue", only this one leaves.
+        """
         if self._link.is_elastic and self._policy == "continue":
             self.leaves = self.leaves or reason
             return
@@ -119,7 +120,8 @@ class Endings:
 
     def after_step(self, inner_step: int, words: Words | None) -> None:
         """Act on the words of all regions, from a transfer that has just landed (a single region needs none), and on what was
-        agreed through the coordinator."""
+        agreed through the coordinator.
+        """
         if self._link.num_regions == 1:
             words = {self._link.region: self.word}
         if words is not None:

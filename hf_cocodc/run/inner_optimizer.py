@@ -49,7 +49,8 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 def refuse_two_sets_of_weights(optimizer: Any) -> None:
     """Check that an optimizer, or a class of optimizers, keeps one set of weights. Raises InputError if it keeps two: a
-    schedule-free optimizer (2405.15682) has train() and eval(), which put one or the other set into the parameters."""
+    schedule-free optimizer (2405.15682) has train() and eval(), which put one or the other set into the parameters.
+    """
     while optimizer is not None:
         if not isinstance(optimizer, AcceleratedOptimizer) and all(
             callable(getattr(optimizer, name, None)) for name in ("train", "eval")
@@ -205,7 +206,8 @@ class InnerOptimizer:
 
     def _lr(self) -> float:
         """The mean learning rate of the groups, weighted by the values that they train; 0 if no group counts. Groups whose rate
-        is 0, or that train nothing of the model, do not: a frozen group says nothing about the others' steps."""
+        is 0, or that train nothing of the model, do not: a frozen group says nothing about the others' steps.
+        """
         moving = [(rate, params) for rate, params in self._rates() if rate]
         if len({rate for rate, _ in moving}) > 1:
             trained = {id(param) for param in self._model.parameters() if param.requires_grad}
@@ -247,7 +249,8 @@ def _held(optimizer: Any) -> list[Any]:
 
 class Tokens:
     """Counts the tokens of an inner step over its micro-batches and the region's ranks. If not `counted`, tokens are no
-    weights, and ranks say nothing to each other. `alike`: all ranks train on the same samples (pipeline stages)."""
+    weights, and ranks say nothing to each other. `alike`: all ranks train on the same samples (pipeline stages).
+    """
 
     def __init__(self, accelerator: Accelerator, counted: bool, alike: bool = False) -> None:
         self.counted = counted
@@ -261,7 +264,8 @@ class Tokens:
 
     def take(self) -> int | None:
         """The region's tokens since the last call, by a collective call of its ranks; None if none were noted. Raises
-        InputError if their number is not a whole number from 0."""
+        InputError if their number is not a whole number from 0.
+        """
         if self._noted is None:
             return None
         noted, self._noted = float(self._noted), None

@@ -29,7 +29,8 @@ BEGINNINGS = ("start", "resume")
 
 class Mark(NamedTuple):
     """How far a journal had come when a checkpoint of inner step `step` was saved (None if unknown): its bytes, and their
-    SHA-256, which is empty if unknown, as in checkpoints of older versions."""
+    SHA-256, which is empty if unknown, as in checkpoints of older versions.
+    """
 
     position: int = 0
     sha256: str = ""
@@ -93,7 +94,8 @@ class Journal:
 
     def check(self) -> None:
         """Raise InputError if the disk has refused an event; after the first, none is written. An event may come in the middle
-        of an outer step, which an error would leave half done: `write` does not raise."""
+        of an outer step, which an error would leave half done: `write` does not raise.
+        """
         if self._failure is not None:
             raise InputError(
                 f"the journal {self.path} cannot be written: {self._failure.strerror or self._failure}. Make room or change "

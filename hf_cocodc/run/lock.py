@@ -33,7 +33,8 @@ def region_lock(folder: Path) -> Path:
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
     """Hold a lock inside the block; this process may take it again meanwhile. Raises InputError if another process holds it, or
-    the folder cannot be written."""
+    the folder cannot be written.
+    """
     name = str(path.absolute())
     with _registry:
         descriptor, count = _held.get(name, (None, 0))

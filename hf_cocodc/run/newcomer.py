@@ -42,7 +42,8 @@ MAX_MISSED = 8
 
 class Say(Protocol):
     """Calls a function on the region's leader; all ranks get what it returns or raises. The result travels as JSON, from which
-    `read` makes what it was."""
+    `read` makes what it was.
+    """
 
     def __call__(
         self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = ...
@@ -115,7 +116,8 @@ def load_inner(accelerator: Accelerator, base: Path) -> None:
 
 def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> tuple[Saved, int]:
     """Get a base for a plain loop, which continues from it: the engine's state, and the run's number. Raises like
-    `get_base`."""
+    `get_base`.
+    """
     received = get_base(link, accelerator, folder)
     base = received.folder
     saved = disk.read(base, link.lane)

@@ -297,7 +297,8 @@ class OuterOptimizer:
 
     def _go_on_to_the_end(self, error: LeftBehind) -> None:
         """Come back after the others have gone on without this region, which had come to its end, and keep step with them to
-        theirs. Raises LinkError if they have ended, too."""
+        theirs. Raises LinkError if they have ended, too.
+        """
         assert self.elastic is not None
         step = self.inner_step
         try:
@@ -399,7 +400,8 @@ class OuterOptimizer:
 
     def timer(self) -> Callable[[], dict[str, float]]:
         """Returns a function that gives, for the journal, the seconds for which training has been held since now (`took_s`),
-        and those of them in which it waited for the link (`blocked_s`)."""
+        and those of them in which it waited for the link (`blocked_s`).
+        """
         began, blocked = self.link.clock(), self.synchronizer.totals.blocked_s
 
         def spent() -> dict[str, float]:

@@ -44,7 +44,8 @@ _WATCHED: "weakref.WeakSet[Accelerator]" = weakref.WeakSet()
 
 class Origin(NamedTuple):
     """Where a plain loop begins: the step of its checkpoint (-1 if there is none), and a number for the run (the lowest
-    region's counts)."""
+    region's counts).
+    """
 
     step: int
     run: int
@@ -91,7 +92,8 @@ def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> No
 
 def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
     """What `attempt` returns, if it fails in no region; one that has failed keeps no other waiting. A collective call, named
-    `what`. Raises what `attempt` has raised here, or CheckpointError if it has failed in another region."""
+    `what`. Raises what `attempt` has raised here, or CheckpointError if it has failed in another region.
+    """
     failed: Exception | None = None
     try:
         result = attempt()

@@ -223,7 +223,8 @@ class RegionContext:
 
 class RegionSession:
     """The leader's side of a run. `wants` has the newcomers that want a base of this region, `leaves` why it was asked to leave
-    (empty if it was not)."""
+    (empty if it was not).
+    """
 
     def __init__(self, context: RegionContext, link: TcpLink) -> None:
         self.context, self.link = context, link
@@ -242,7 +243,8 @@ class RegionSession:
 
     def come_back(self) -> None:
         """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have. Raises
-        LinkError if there is no run to come back to, or it cannot be reached."""
+        LinkError if there is no run to come back to, or it cannot be reached.
+        """
         for donation in self._donations.values():
             self.link.stop_log(donation.log)
         self._drop_donations()
@@ -305,7 +307,8 @@ class RegionSession:
 
     def applies(self, marker: Marker) -> bool:
         """Whether this process is a member, once all inner steps up to this marker are made. Raises LeftBehind if it cannot be
-        one, or if it has long been ready and nobody lets it in: somebody knows it no more."""
+        one, or if it has long been ready and nobody lets it in: somebody knows it no more.
+        """
         link, now = self.link, time.monotonic()
         if link.apply(marker):
             return True

@@ -36,7 +36,8 @@ NEVER, UNKNOWN = 0, -1
 
 class Beginning(NamedTuple):
     """What a region begins with: inner steps that it would make, whether its learning rate schedule is made over them already,
-    and a number for the run, of which the lowest region's counts for all."""
+    and a number for the run, of which the lowest region's counts for all.
+    """
 
     max_steps: int
     is_fixed: bool
@@ -197,7 +198,8 @@ def run_of(link: Link) -> str | None:
 
 def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> Mark:
     """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region. A region that
-    comes back to the elastic run `run` appends to its journal."""
+    comes back to the elastic run `run` appends to its journal.
+    """
     if saved is not None and saved.facts.taken_over and path is not None and run is not None:
         return Mark.of(path, run)
     if saved is None or saved.facts.taken_over:

@@ -18,7 +18,8 @@ def refuse_unsupported(
     accelerator: Accelerator, config: OuterConfig, model: nn.Module, has_stages: bool = False
 ) -> None:
     """Check that we support a region as `accelerate launch` has set it up, and its model. Raises InputError if not, and says
-    what to change. `has_stages`: every rank of the region holds its own pipeline stage."""
+    what to change. `has_stages`: every rank of the region holds its own pipeline stage.
+    """
     if has_stages and config.on_nonfinite == "stop":
         raise InputError(
             "outer.on_nonfinite=stop with pipeline stages is not supported: a stage does not know the rounds of the others, and "

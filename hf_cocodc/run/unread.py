@@ -50,7 +50,8 @@ class Unread(NamedTuple):
 
 class Attendance:
     """Knows which inner steps of each region's data are in the global params. Regions 0 .. num_shards - 1 have a part of the
-    data each, of which they read `samples` in one inner step (None if unknown)."""
+    data each, of which they read `samples` in one inner step (None if unknown).
+    """
 
     def __init__(
         self, num_shards: int, members: Collection[int], step: int = 0, samples: int | None = None
@@ -66,13 +67,15 @@ class Attendance:
 
     def landed(self, sent_at: int, members: Iterable[int], coasted: Mapping[str, int] = _NOBODY) -> None:
         """Count outer gradients of `members`, sent at inner step `sent_at`. `coasted`: the last inner step of each region, by
-        its number, that trained no more by then."""
+        its number, that trained no more by then.
+        """
         for region in members:
             self._read[region] = max(self._read.get(region, 0), coasted.get(str(region), sent_at))
 
     def change(self, step: int, members: Collection[int]) -> list[Unread]:
         """From `step` on `members` take part; returns what those who come have missed. A late loss is noticed by its last
-        landing: what a region trained after that is lost with it."""
+        landing: what a region trained after that is lost with it.
+        """
         come = frozenset(members) - self._members
         self._members = frozenset(members)
         return self._close(come, step)
@@ -96,7 +99,8 @@ def attendance_of(
     link: Link, regions: RegionConfig, about: About, step: int, is_new: bool = False
 ) -> Attendance:
     """The attendance of a run that begins, or goes on, at inner step `step`; regions are taken to read as much as this one. A
-    newcomer (`is_new`) knows who takes part only once it does: what others missed before, they report."""
+    newcomer (`is_new`) knows who takes part only once it does: what others missed before, they report.
+    """
     count = from_env(regions.count, os.environ, ENV_REGIONS, "regions.count") if link.is_elastic else None
     shards = num_shards(link.num_regions if count is None else count, regions.max)
     samples = about.facts.get("batch")
@@ -106,7 +110,8 @@ def attendance_of(
 
 def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], None]:
     """Follow the events of a run, and write into its journal and the log what nobody reads. Returns a function to call with the
-    inner step before a save, because a resumed run counts from its checkpoint on."""
+    inner step before a save, because a resumed run counts from its checkpoint on.
+    """
     if attendance.absent:
         logger.warning(
             "the data has a part for each region that may take part (regions.max). Nobody reads that of region %s until a region "

@@ -22,7 +22,8 @@ _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 def quiet_torch() -> None:
     """Hide the warnings of torch's C++, here and in child processes, unless the user has chosen a level. They are about a host
-    without a name, of which we say more ourselves; torch reads the level when it is imported, and offers no other way."""
+    without a name, of which we say more ourselves; torch reads the level when it is imported, and offers no other way.
+    """
     os.environ.setdefault(_TORCH_LOGS, "ERROR")
 
 

@@ -175,7 +175,8 @@ def shipped() -> dict[str, Path]:
 
 def find(name: str | os.PathLike, folder: Path | None = None) -> Path:
     """The file of a recipe: a path, relative to `folder` (by default where the process runs), or else the name of a shipped
-    one. Raises InputError if there is neither, or the path is impossible."""
+    one. Raises InputError if there is neither, or the path is impossible.
+    """
     path = (folder or Path()) / name
     try:
         if path.is_file():
@@ -254,7 +255,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def override_key(content: dict, override: str) -> None:
     """Apply one "section.key=value" to a recipe in place; null removes the key, and "section=null" a section. Raises InputError
-    if it does not fit the recipe."""
+    if it does not fit the recipe.
+    """
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
     value = read_yaml(text, f"--set {shown(override)}") if equals and last else None

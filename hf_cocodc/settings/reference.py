@@ -28,7 +28,8 @@ OF_A_METHOD = {each.name for each in dataclasses.fields(OuterConfig)} - set(OF_E
 
 class Key(NamedTuple):
     """One key of a recipe, in words: its name with the section (outer.sync_interval), the kinds of value, its default as in
-    YAML (empty if there is none), one or more sentences, and whether most runs leave it alone."""
+    YAML (empty if there is none), one or more sentences, and whether most runs leave it alone.
+    """
 
     name: str
     values: str

@@ -217,7 +217,8 @@ class RegionConfig(Settings):
 
     def addresses(self, port: int, lane: int) -> tuple[tuple[str, int], ...]:
         """Of `announce`: pairs of a host and a port at which others reach a lane of this region, which listens on `port`. A
-        port that is announced is that of lane 0. Raises InputError if the lane has no port."""
+        port that is announced is that of lane 0. Raises InputError if the lane has no port.
+        """
         pairs = [address_parts(address) for address in self.announced]
         ports = [port if there is None else there + lane for _, there in pairs]
         if max(ports, default=0) > 65_535:
@@ -328,7 +329,8 @@ class RegionConfig(Settings):
 
     def joins(self, env: Mapping[str, str]) -> bool:
         """Whether this region enters a run that is training. Raises InputError if `join` contradicts the environment, or what
-        stands there is neither 0 nor 1."""
+        stands there is neither 0 nor 1.
+        """
         wish = env.get(ENV_JOIN)
         if wish is None:
             return bool(self.join)

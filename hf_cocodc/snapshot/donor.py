@@ -52,7 +52,8 @@ OpenStream = Callable[[int, float, Callable[[], object]], Stream]
 
 class Inner(NamedTuple):
     """The rest of a region's training, for a newcomer: states of inner optimizers, schedules and scalers, by their names in a
-    checkpoint of Trainer; and a function that writes further files into the folder of a base."""
+    checkpoint of Trainer; and a function that writes further files into the folder of a base.
+    """
 
     states: Mapping[str, Any]
     files: Callable[[Path], object] = lambda folder: None
@@ -79,7 +80,8 @@ def write_base(
 ) -> None:
     """Write a base into `folder`, whose old content is deleted. Of `model`, which is unwrapped, only what is not trained is
     written: a newcomer starts from the global params. For `started` see `STARTED`. Raises CheckpointError if the disk refuses,
-    or if a state cannot be written without a pickle."""
+    or if a state cannot be written without a pickle.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     with disk.saving(folder):
         (folder / disk.FOLDER).mkdir(parents=True)
@@ -128,7 +130,8 @@ class Donation:
 
     def close(self, kind: str = _GONE[0], why: str = _GONE[1]) -> None:
         """End after what is in the log: because the newcomer is in the run ("in"), the run is over ("over"), or else. The first
-        reason counts."""
+        reason counts.
+        """
         if not self._ended.is_set():
             self._last = kind, why
         self._ended.set()

@@ -40,7 +40,8 @@ def note_saved(folder: Path, step: int) -> None:
 
 def is_saved(folder: Path, step: int) -> bool:
     """Whether a finished run's folder has its model: `note_saved` says so, and every weight file has its size. A model of an
-    earlier run may lie there too, or one that this run saved before it went on."""
+    earlier run may lie there too, or one that this run saved before it went on.
+    """
     checkpoint = folder / f"{PREFIX}{step}"
     if manifest.damage(checkpoint, hashes=False) is not None:
         return False

@@ -49,7 +49,8 @@ _CHUNK_BYTES = 1 << 26
 
 def check_files(sizes: Any, source: int) -> dict[str, int]:
     """Names and sizes of the files that region `source` announces. Raises LinkError if it sends no such list, CheckpointError
-    if no checkpoint has a file of such a name."""
+    if no checkpoint has a file of such a name.
+    """
     try:
         checked = {name: whole(size, most=_LARGEST_FILE) for name, size in sizes.items()}
     except (AttributeError, ValueError) as error:
@@ -77,7 +78,8 @@ def files_in(*folders: Path) -> dict[str, Path]:
 @contextmanager
 def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
     """The files from which another region can continue: no random numbers, pickles taken apart, and of the local weights only
-    what is not trained (buffers and frozen weights)."""
+    what is not trained (buffers and frozen weights).
+    """
     aside = checkpoint.with_name(f"{checkpoint.name}.sent")
     shutil.rmtree(aside, ignore_errors=True)
     try:

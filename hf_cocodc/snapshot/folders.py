@@ -48,7 +48,8 @@ def is_unsaved(folder: Path) -> bool:
 
 def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
     """From now on checkpoints in `folder` belong to `run`; those of an earlier run stay, but are not continued from. Raises
-    CheckpointError if the disk refuses."""
+    CheckpointError if the disk refuses.
+    """
     text = f"{run} {_UNSAVED}" if unsaved else f"{run}"
     with saving(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,8 @@ def target(path: Path) -> str | None:
 
 def is_pointer(path: Path, folder: Path) -> bool:
     """Whether a path is one of the links beside a region's folder, or has the place of one: it is missing, or a copy of the
-    output folder has a copied checkpoint there."""
+    output folder has a copied checkpoint there.
+    """
     known = re.fullmatch(rf"{PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
     beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
     if not known or not beside:
@@ -120,7 +122,8 @@ def is_pointer(path: Path, folder: Path) -> bool:
 
 def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None:
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
-    `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses."""
+    `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
+    """
     path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +203,8 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
 
 def make_room(checkpoint: Path, run: int | None = None) -> None:
     """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now). A complete one is renamed,
-    because a user may have put files into it; what a killed process left is deleted."""
+    because a user may have put files into it; what a killed process left is deleted.
+    """
     if not manifest.is_sealed(checkpoint):
         _remove(checkpoint)
         return

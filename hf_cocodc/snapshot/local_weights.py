@@ -70,7 +70,8 @@ def unsaved_buffers(model: nn.Module) -> list[str]:
 
 def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = ()) -> None:
     """Write tensors, of which two may share memory, into a file that is complete or absent. For `unsaved` see
-    `unsaved_buffers`: the model may make these only at its first forward pass."""
+    `unsaved_buffers`: the model may make these only at its first forward pass.
+    """
     content = {name: _alone(tensor) for name, tensor in tensors.items()}
     replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
 
@@ -143,7 +144,8 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[s
 
 def base_digest(model: nn.Module) -> str | None:
     """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantised weights. None if
-    the model has no base, or if this rank does not hold it yet."""
+    the model has no base, or if this rank does not hold it yet.
+    """
     if not has_a_base(model):
         return None
     mine = kept(model)

@@ -46,7 +46,8 @@ _AGAIN_S = 10.0
 
 class Received(NamedTuple):
     """What all ranks of a region know of a base: its folder, which is a checkpoint that can be loaded; the region that wrote
-    it; its inner step; the number of the run; and what the regions of the run agreed on before step 1."""
+    it; its inner step; the number of the run; and what the regions of the run agreed on before step 1.
+    """
 
     folder: Path
     donor: int

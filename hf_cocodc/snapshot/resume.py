@@ -261,7 +261,8 @@ def _of_region(checkpoint: Path, region: int) -> Path:
 
 def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     """The checkpoint at the path that this region was given, if it is good in every region. Raises CheckpointError, which names
-    the newest good one, if it is not."""
+    the newest good one, if it is not.
+    """
     wrong = main_says(link, accelerator, partial(disk.damage, checkpoint), f"the check of {checkpoint}")
     own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
     verdicts = gather(link, own, "the checkpoint to resume from")
@@ -288,7 +289,8 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
 
 def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
     """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's. Raises CheckpointError
-    if all are damaged, or the disk refuses."""
+    if all are damaged, or the disk refuses.
+    """
     choice = inventory.choose(bound)
     if not choice.step:
         if choice.unsaved is None:
@@ -452,7 +454,8 @@ class Inventory:
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
     """From now on `folder` holds this run, up to `step`: its later checkpoints no longer count. Those of another run stay, and
-    `save_total_limit` does not count them. Raises CheckpointError if the disk refuses."""
+    `save_total_limit` does not count them. Raises CheckpointError if the disk refuses.
+    """
     folders.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
     for later, path in folders.checkpoints(folder).items():
         if later > step and folders.unusable(path, hashes=False) is None:
