@@ -107,7 +107,8 @@ def test_a_wheel_brings_the_quickstarts(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
         [metadata] = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
     assert {name for name in names if name.endswith(".yaml")} == {
-        f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in known()
+        *(f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in known()),
+        "hf_cocodc/tools/plan/prices.yaml",
     }
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
     assert "hf_cocodc/py.typed" in names
