@@ -22,7 +22,7 @@ class MuonAdamW(torch.optim.Optimizer):
         others: groups for AdamW.
         lr: of all groups.
         weight_decay: of groups that have none of their own.
-        momentum: of Muon.
+        momentum, nesterov: of Muon.
         betas, eps: of AdamW.
     """
 
@@ -34,6 +34,7 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
+        nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
@@ -44,6 +45,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 lr=lr,
                 weight_decay=weight_decay,
                 momentum=momentum,
+                nesterov=nesterov,
                 adjust_lr_fn="match_rms_adamw",
             )
         if others:
@@ -80,6 +82,7 @@ def muon(
     lr: float,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
+    nesterov: bool = True,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> MuonAdamW:
@@ -91,18 +94,19 @@ def muon(
 
     for each matrix W (a, b) with the gradient G; mu is `momentum`, wd is `weight_decay`. The factor 0.2 sqrt(max(a, b)) makes a
     step as large as one of AdamW (2502.16982): one `lr` and one `weight_decay`, those that you would take for AdamW, serve
-    both. Norms and biases have no weight decay.
+    both. Norms and biases have no weight decay. Without `nesterov`, O = orthogonalise(B).
 
     Give it to `Trainer(optimizers=(muon(model, lr=...), None))`, or prepare it and give it to `OuterOptimizer`. A recipe writes
-    `training: {optim: muon}`.
+    `training: {optim: muon}`, and `optim_args: "momentum=0.9,nesterov=false"` beside it for the values of MuLoCo's authors.
 
-    Differs from the paper: its learning rate is scaled by sqrt(a / b), and is about 0.02. Experts that are stacked in one
-    tensor of three dimensions are left to AdamW; routers inside blocks are not.
+    Differs from the paper: its learning rate is scaled by sqrt(a / b), and is about 0.02; its Muon has a momentum of 0.9 and no
+    Nesterov step, its AdamW a second beta of 0.99. Experts that are stacked in one tensor of three dimensions are left to
+    AdamW; routers inside blocks are not.
 
     Args:
         model: before `accelerator.prepare`; only parameters with requires_grad are trained.
         lr, weight_decay: of both.
-        momentum: of Muon.
+        momentum, nesterov: of Muon.
         betas, eps: of AdamW.
 
     Raises:
@@ -133,6 +137,7 @@ def muon(
         lr=lr,
         weight_decay=weight_decay,
         momentum=momentum,
+        nesterov=nesterov,
         betas=betas,
         eps=eps,
     )

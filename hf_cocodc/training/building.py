@@ -49,7 +49,11 @@ def has_muon(recipe: Recipe) -> bool:
 
 
 def inner_optimizer(recipe: Recipe, args: Any, model: Any) -> Any:
-    """Trainer's inner optimizer; None if it makes its own. Raises InputError if the model has nothing for Muon."""
+    """Trainer's inner optimizer; None if it makes its own.
+
+    Raises:
+        InputError: `training.optim_args` has what Muon does not take, or the model has nothing for Muon.
+    """
     if not has_muon(recipe):
         return None
     from ..run.muon import muon
@@ -60,7 +64,26 @@ def inner_optimizer(recipe: Recipe, args: Any, model: Any) -> Any:
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
+        **_muon_args(args.optim_args or ""),
     )
+
+
+def _muon_args(given: str) -> dict[str, Any]:
+    """`training.optim_args`, written as for Trainer's own optimizers."""
+    found: dict[str, Any] = {}
+    for each in filter(None, given.replace(" ", "").split(",")):
+        name, _, value = each.partition("=")
+        with contextlib.suppress(ValueError):
+            if name == "momentum" and 0 <= float(value) < 1:
+                found[name] = float(value)
+        if name == "nesterov" and value.lower() in ("true", "false"):
+            found[name] = value.lower() == "true"
+        if name not in found:
+            raise InputError(
+                f"training.optim_args={shown(given)}: {shown(each)} is nothing that optim=muon takes. It takes momentum=NUMBER "
+                "(0 to 1) and nesterov=true or false. Other settings have keys of their own, for example training.weight_decay."
+            )
+    return found
 
 
 def tokenizer(recipe: Recipe) -> Any:

@@ -29,7 +29,7 @@ from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
 from tests.parts.test_codecs import transfer
 from tests.processes.test_link import run_over_tcp
-from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
+from tests.toys import Region, batch, global_of, llama_adamw, params_of, run, train_llama
 
 H = 4
 SMALL: dict[str, dict[str, Any]] = {"sparseloco": {"top_k": 16}}
@@ -61,6 +61,29 @@ def test_muloco_is_diloco_with_its_settings() -> None:
     diloco = small("diloco", outer_lr=0.7, outer_momentum=0.6, codec="int4")
     ours, theirs = run(2, small("muloco"), llama_adamw(), live), run(2, diloco, llama_adamw(), live)
     assert torch.equal(locals_of(ours), locals_of(theirs))
+
+
+def test_snoo_is_diloco_of_one_region() -> None:
+    """b <- mu b + s ; w <- w - eta (mu b + s) of SNOO's paper (2510.15830), written out around AdamW. Within 1e-6: sums in
+    another order."""
+    eta, mu = 0.7, 0.6
+    [ours] = run(1, small("diloco", outer_lr=eta, outer_momentum=mu), llama_adamw(), live)
+    model, optimizer = llama_adamw()(0)
+    slow = [param.detach().clone() for param in model.parameters()]
+    buffers = [torch.zeros_like(each) for each in slow]
+    for step in range(len(ours) - 1):
+        tokens = batch(0, step)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % H == 0:
+            with torch.no_grad():
+                for fast, weights, buffer in zip(model.parameters(), slow, buffers, strict=True):
+                    moved = weights - fast
+                    buffer.mul_(mu).add_(moved)
+                    weights.sub_(eta * (mu * buffer + moved))
+                    fast.copy_(weights)
+        torch.testing.assert_close(params_of(model), ours[step][0], rtol=0, atol=1e-6)
 
 
 def test_sparseloco_without_decay_forgets_what_it_did_not_send() -> None:

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, simulate
 from hf_cocodc.errors import HandshakeError, InputError
@@ -28,6 +28,8 @@ from hf_cocodc.run.muon import MuonAdamW, muon
 from hf_cocodc.settings.reading import read_yaml
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.snapshot.checkpoint import read
+from hf_cocodc.training import building
+from hf_cocodc.training.building import inner_optimizer
 from hf_cocodc.training.preflight import check, preflight
 from hf_cocodc.training.starter import starter
 from hf_cocodc.training.train import run
@@ -222,6 +224,26 @@ def test_a_recipe_names_it() -> None:
     written = Recipe.from_dict(read_yaml(starter("m", "d", method="muloco"), "the recipe"))
     assert written.training["optim"] == "muon"
     check(written)
+
+
+@pytest.mark.parametrize(
+    ("given", "momentum", "nesterov"),
+    [(None, 0.95, True), ("momentum=0.9, nesterov=False", 0.9, False), ("nesterov=true", 0.95, True)],
+)
+def test_a_recipe_sets_its_momentum(given: str | None, momentum: float, nesterov: bool) -> None:
+    """In `training.optim_args`, as for Trainer's own optimizers."""
+    recipe = Recipe.load("quickstart/muloco")
+    recipe.training["optim_args"] = given
+    optimizer = inner_optimizer(recipe, building.arguments(recipe, TrainingArguments), llama(layers=1))
+    matrices, *_ = optimizer.param_groups
+    assert (matrices["momentum"], matrices["nesterov"]) == (momentum, nesterov)
+
+
+@pytest.mark.parametrize("given", ["momentum=1.5", "momentum=often", "nesterov=1", "beta=0.9", "momentum"])
+def test_what_muon_does_not_take_is_refused(given: str) -> None:
+    """With what it takes, before a region starts."""
+    with pytest.raises(InputError, match=f"training.optim_args='{given}': .* momentum=NUMBER .* nesterov="):
+        preflight(Recipe.load("quickstart/muloco", [f"training.optim_args={given}"]))
 
 
 @pytest.mark.slow
