@@ -2,8 +2,8 @@
 
 Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and with it an
 outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat
-(`python -m tests.studies rounds`, `methods` and `auto`); recipes/README.md has their tables. They differ from the papers' only
-where a study has shown that others are better: none has shown yet how long a run must be for the papers' values.
+(`python -m tests.studies rounds`, `methods` and `auto`); docs/evidence/studies.md has their tables. They
+differ from the papers' only where a study has shown that others are better.
 """
 
 import dataclasses
@@ -85,7 +85,8 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
     return (
         f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and "
-        f"{max_steps} inner steps are {rounds}. In so short a run it costs more than it brings (recipes/README.md: short runs). "
+        f"{max_steps} inner steps are {rounds}. In so short a run it costs more than it brings "
+        "(docs/guides/which-method.md). "
         f"Set {values}, or both to auto; or make more rounds with a smaller outer.sync_interval."
     )
 

@@ -313,7 +313,7 @@ def cocodc(
         theta_p <- Theta_p - tau (u + lambda u u D) ;  u = (theta_p(send) - theta_p) / tau ;  D = Theta_p - theta_p(send)
 
     Symbols of the paper (2504.17672): K is num_fragments, N is sends_per_interval, gamma is utilization, lambda is
-    compensation_strength. T_c is the time of an inner step, T_s the time to synchronise one fragment. Products of tensors
+    compensation_strength. T_c is the time of an inner step, T_s the time to synchronize one fragment. Products of tensors
     are element-wise.
 
     Follows measured times: T_s and T_c, unless overlap_steps and sends_per_interval are given.

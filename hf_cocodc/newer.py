@@ -37,7 +37,7 @@ def sparseloco(
 
     ::
 
-        a_m = beta e_m + Theta - theta_m ;  s_m = quantise(top-k(a_m)) ;  e_m <- a_m - s_m
+        a_m = beta e_m + Theta - theta_m ;  s_m = quantize(top-k(a_m)) ;  e_m <- a_m - s_m
         Theta <- Theta - eta_o 1/M sum_m s_m ;  theta_m <- Theta
 
     Symbols of the paper: beta is feedback_decay, k is top_k, for each block of 64 x 64 values. e is the residual of the error
@@ -83,7 +83,7 @@ def muloco(
     ::
 
         theta_m <- H steps of Muon (matrices in blocks) and AdamW (embeddings, head, norms, biases)
-        Dbar = 1/M sum_m quantise(Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
+        Dbar = 1/M sum_m quantize(Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
 
     You choose the inner optimizer: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a script,
     where Muon's equations are. Everything else is DiLoCo.

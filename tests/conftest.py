@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden",
         action="store_true",
-        help="rewrite tests/golden/*.json (see CONTRIBUTING for when that is allowed); write kept checkpoints that are missing",
+        help="rewrite tests/golden/*.json (when: docs/internals/testing.md); write kept checkpoints that are missing",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the matrix in the README is made of: each method with settings for a run of a few steps."""
+"""What the matrix in docs/methods/index.md is made of: each method with settings for a run of a few steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A plugin for pytest: adds a seventh method, as a change of this package would, for the tests of all methods.
 
-It takes the settings that CONTRIBUTING demands of every method, and no other.
+It takes the settings that tests/methods.py demands of every method, and no other.
 """
 
 from __future__ import annotations

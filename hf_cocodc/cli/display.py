@@ -196,7 +196,7 @@ class Display:
         left_s = max((t["max_steps"] - t["step"]) * t["trained_s"] / t["steps_made"] for t in moving)
         words.append(f"ETA {tqdm.format_interval(max(left_s, 0))}")
         share = min(1 - t["blocked_s"] / t["trained_s"] for t in moving)
-        words.append(f"utilisation {100 * max(share, 0):.0f} %")
+        words.append(f"utilization {100 * max(share, 0):.0f} %")
         return words
 
     def _landings(self) -> list[str]:

@@ -16,7 +16,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     """
     from ..tools.report.journals import NAME
     from ..tools.report.runs import read_run
-    from ..tools.report.summary import summarise
+    from ..tools.report.summary import summarize
 
     journals = [folder / "cocodc" / NAME for folder in folders]
     run = read_run(output.resolve().name, journals, beside=output)
@@ -27,7 +27,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
             f"left the run before its end: {', '.join(folder.name for folder in folders)}. The others train on."
         )
         return None
-    summary = summarise(run)
+    summary = summarize(run)
     print("\n".join(summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
         from ..tools.report.charts import plot_run

@@ -26,7 +26,7 @@ def register(subparsers: Any) -> None:
         "plan",
         usage="%(prog)s [RECIPE] [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="find settings that suit a link, and forecast a run",
-        description="Forecast a recipe over a link, with every method and codec: utilisation, waiting, bytes, staleness, memory, "
+        description="Forecast a recipe over a link, with every method and codec: utilization, waiting, bytes, staleness, memory, "
         "time, dollars; and find the settings that reach --target with the least staleness. In place of a recipe, --params gives "
         "the size of a model. It trains nothing, unless --measure is given; then arguments after -- go to accelerate launch.",
     )
@@ -174,7 +174,7 @@ def _counted(configs: Sequence[T]) -> Iterator[T]:
 
 
 def _congestion() -> str:
-    """The congestion control that regions would have here; cubic, Linux's default, where another one is not modelled."""
+    """The congestion control that regions would have here; cubic, Linux's default, where another one is not modeled."""
     if (chosen := congestion_of("auto")) is not None:
         return chosen
     current = TCP.read_text().strip() if TCP.is_file() else "cubic"
@@ -225,7 +225,7 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError("--prices and --usd-per-gb both say what traffic costs: give one of them.")
     if options.congestion not in (None, *CONGESTIONS):
         raise InputError(
-            f"--congestion {short(options.congestion)} is not modelled.{nearest(options.congestion, CONGESTIONS)}"
+            f"--congestion {short(options.congestion)} is not modeled.{nearest(options.congestion, CONGESTIONS)}"
         )
     check("--loss", options.loss, 0, 0.5)
     check("--target", options.target, 0.01, 0.999)

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             bandwidth=options.rate_mbit * 1e6 / 8,
         )
     try:
-        with _labelled_output():
+        with _labeled_output():
             trainers = simulate(recipe, link=link)
     except KeyboardInterrupt:
         # a region is a thread that trains on: the end of the interpreter would abort it inside C++
@@ -79,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _labelled_output() -> Iterator[None]:
+def _labeled_output() -> Iterator[None]:
     """Inside the block, each line that a region prints begins with its name."""
-    out, err = Labelled(sys.stdout), Labelled(sys.stderr)
+    out, err = Labeled(sys.stdout), Labeled(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             yield
@@ -90,7 +90,7 @@ def _labelled_output() -> Iterator[None]:
             err.end()
 
 
-class Labelled(io.TextIOBase):
+class Labeled(io.TextIOBase):
     """A stream that puts the name of a region in front of each complete line that its thread writes; of a progress bar only the
     last state passes. The lines of other threads pass unchanged.
     """

@@ -303,11 +303,11 @@ class Account:
     def adopted(
         self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
     ) -> None:
-        """Record that more parameters are synchronised from now on."""
+        """Record that more parameters are synchronized from now on."""
         for names, source in ((averaged, "the mean of the regions"), (created, "region 0's values")):
             if names:
                 logger.info(
-                    "from step %d on %d more parameters are synchronised, beginning with %s: %s%s.",
+                    "from step %d on %d more parameters are synchronized, beginning with %s: %s%s.",
                     *(step, len(names), source, ", ".join(names[:3]), ", ..." if names[3:] else ""),
                 )
         self._record(

@@ -1,4 +1,4 @@
-"""Which parameters are synchronised, and how a run goes on when there are more of them."""
+"""Which parameters are synchronized, and how a run goes on when there are more of them."""
 
 import logging
 import math

@@ -17,7 +17,7 @@ from .account import Record
 
 logger = logging.getLogger(__name__)
 
-_AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronised", "fixed"
+_AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronized", "fixed"
 _OWN = "each region's own"
 _EXTRA_STATE = "_extra_state"
 """Ends the names of what modules save beside their tensors (`torch.nn.Module.get_extra_state`)."""
@@ -31,7 +31,7 @@ class StepChecksum(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The parameters that a region wants to synchronise, see `Watch.layout`."""
+    """The parameters that a region wants to synchronize, see `Watch.layout`."""
 
     number: int
 
@@ -129,8 +129,8 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
     """Compare the model of all regions at the end of a run; returns its checksum. A collective call, for each lane's shards.
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
-    other data (running statistics of batch normalisation): floating-point ones are averaged over the regions, others take the
-    lowest region's values. So do synchronised parameters, which differ if processors round differently. Two things stay each
+    other data (running statistics of batch normalization): floating-point ones are averaged over the regions, others take the
+    lowest region's values. So do synchronized parameters, which differ if processors round differently. Two things stay each
     region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside their
     tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names what else differs.
     """
@@ -156,7 +156,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
                 wrong
                 or "the message of another rank of this region says what differs between regions at the end of the run"
             )
-            + ". Only one region has changed it during the run, or it was trained without being synchronised. The model of no "
+            + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
     return digest

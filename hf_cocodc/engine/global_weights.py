@@ -53,7 +53,7 @@ def not_finite(names: Sequence[str], where: str, step: int) -> str:
     """The message for parameters from which nothing can be trained."""
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return (
-        f"{names[0]}{more} cannot be synchronised after step {step}: not all values are finite in {where}. Go back to an earlier "
+        f"{names[0]}{more} cannot be synchronized after step {step}: not all values are finite in {where}. Go back to an earlier "
         "checkpoint, with a lower learning rate or gradient clipping."
     )
 

@@ -37,7 +37,7 @@ class Synchronizer:
     """Keeps one region's model in step with the other regions. The constructor is a collective call.
 
     Args:
-        model: without DDP around; its trainable parameters are synchronised, also those that become trainable later (`Watch`).
+        model: without DDP around; its trainable parameters are synchronized, also those that become trainable later (`Watch`).
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
@@ -77,7 +77,7 @@ class Synchronizer:
         self._is_leaving = False
         self.fragments: list[FragmentState] = []
         self.num_params = 0
-        """Parameters that this region synchronises."""
+        """Parameters that this region synchronizes."""
         self._agenda = Agenda(method.schedule)
         names = None if state is None else names_in(state["layout"])
         self._adopt(fragments_of(model, method, names), start=state is None)

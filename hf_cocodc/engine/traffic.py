@@ -38,7 +38,7 @@ class Traffic:
     Attributes:
         trained_at: last inner step that trained; -1 once this region has given up what it has trained.
         is_ahead: whether outer steps are taken ahead of their landings.
-        layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
+        layout: what this region wants to synchronize, for the trailers of the next sends (`Watch.layout`).
         heard: transfers that have landed, until someone clears them.
     """
 

@@ -1,4 +1,4 @@
-"""Compares the parameters that a model has now with those that regions synchronise."""
+"""Compares the parameters that a model has now with those that regions synchronize."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -15,7 +15,7 @@ UNKNOWN = -1
 
 
 class ParameterProposal(NamedTuple):
-    """The parameters that a region wants to synchronise.
+    """The parameters that a region wants to synchronize.
 
     `more` names those not adopted yet. `lines` describes all (of a resumed run only `more`); equal lines are equal layouts.
     """
@@ -27,7 +27,7 @@ class ParameterProposal(NamedTuple):
 class Watch:
     """Watches a model's parameters.
 
-    An adopted parameter is one that regions synchronise. It stays adopted if it is frozen: its outer gradient is then zero, and
+    An adopted parameter is one that regions synchronize. It stays adopted if it is frozen: its outer gradient is then zero, and
     it moves only by what is left of its outer momentum. If its memory is replaced (`p.data = ...`, or another module of equal
     shape), the new memory takes its place; this needs no other region.
 
@@ -113,7 +113,7 @@ class Watch:
                     wrong = f"in the memory of {places[forms[name][:2]]} now"
                 if wrong is not None:
                     raise InputError(
-                        f"{self._lines[name]} is synchronised between the regions, and is {wrong}. Parameters may be "
+                        f"{self._lines[name]} is synchronized between the regions, and is {wrong}. Parameters may be "
                         "frozen, unfrozen, added or given other memory during a run, but not removed, tied or changed in shape "
                         "or type: start a new run with the changed model, from the global model of a checkpoint."
                     )
@@ -138,7 +138,7 @@ class Watch:
 
     @property
     def layout(self) -> int:
-        """A number for the parameters that this region wants to synchronise; equal in regions that want the same ones."""
+        """A number for the parameters that this region wants to synchronize; equal in regions that want the same ones."""
         return self._propose(self.noticed) if self.noticed else self._settled
 
     def _propose(self, noticed: Mapping[str, bool]) -> int:

@@ -3,7 +3,7 @@
 Accelerate's process group ends a collective call after 10 or 30 minutes. A leader may have to wait longer for another region,
 which is late but alive. So the other ranks wait in a gloo group of their own, which has no such limit.
 
-A rank that dies closes its connections. If ranks passed values on, only its neighbours would notice, and the others would wait
+A rank that dies closes its connections. If ranks passed values on, only its neighbors would notice, and the others would wait
 for these. So every rank hears directly from those for which it waits.
 """
 

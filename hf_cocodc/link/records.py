@@ -122,7 +122,7 @@ class Trailer(NamedTuple):
         compression: share of its full rank that the codec uses for the fragment.
         loss, ending, saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
-        layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
+        layout: checksum of the names and shapes of the parameters that the region wants to synchronize; -1 if unknown.
         knows: number of the newest change of the members that the region knows (`Link.knows`).
         norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
         carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.

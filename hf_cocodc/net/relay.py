@@ -94,7 +94,7 @@ class Relay:
         self._waiting: dict[bytes, _End] = {}
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve callers until it is cancelled."""
+        """Serve callers until it is canceled."""
         server = await asyncio.start_server(self._come, sock=listener, limit=_CHUNK)
         async with server:
             while True:

@@ -31,7 +31,7 @@ _THREADS = 16
 _LONG_S = 0.005
 """A shorter round trip belongs to one site."""
 _SOON = 0.25
-"""Share of the time-out in which a piece must have travelled."""
+"""Share of the time-out in which a piece must have traveled."""
 _NEWS_S = 0.1
 """A region's last note, which replaces an earlier one, may come over the coordinator so long after the connections close."""
 _NOTE_S = 0.5

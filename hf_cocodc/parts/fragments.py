@@ -67,7 +67,7 @@ def whole() -> Pattern:
 def strided(num_fragments: int, split_rows: bool = False) -> Pattern:
     """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default).
 
-    If blocks differ in size, P neighbouring blocks still go to P different fragments, but the largest goes to the fragment that
+    If blocks differ in size, P neighboring blocks still go to P different fragments, but the largest goes to the fragment that
     is smallest so far. Otherwise a model with experts in every second layer would have all of them in every second fragment.
 
     Args:
@@ -238,7 +238,7 @@ def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragme
     params = _trainable(model)
     if not params:
         raise InputError(
-            "the model has no trainable parameter (requires_grad=True), so there is nothing to synchronise. Unfreeze "
+            "the model has no trainable parameter (requires_grad=True), so there is nothing to synchronize. Unfreeze "
             "some parameters, or add an adapter (recipe section 'peft')."
         )
     _check_cover([piece for group in groups for piece in group], params)

@@ -148,7 +148,7 @@ def momentum(beta: float, clip: float | None = None) -> OuterTransform:
 
 
 def staleness_penalty(constant: float | None = None) -> OuterTransform:
-    """g <- g / Lambda: a smaller step if the global params moved far while g travelled (CO2, 2401.16265).
+    """g <- g / Lambda: a smaller step if the global params moved far while g traveled (CO2, 2401.16265).
 
     ::
 

@@ -36,11 +36,11 @@ class Land(NamedTuple):
 
 
 class AgreedStats(NamedTuple):
-    """Measurements that are equal in all regions, because they travelled with earlier transfers; times are 0 until known.
+    """Measurements that are equal in all regions, because they traveled with earlier transfers; times are 0 until known.
 
     Attributes:
         step_time_s: seconds of an inner step in the slowest region.
-        sync_time_s: seconds to synchronise one fragment in the slowest region.
+        sync_time_s: seconds to synchronize one fragment in the slowest region.
         change: for each fragment, ||mean outer gradient||_2 / length at its last landing; 0 until known.
         compression: current rank of the codec / its first rank; 1 if the codec has no rank.
     """
@@ -52,7 +52,7 @@ class AgreedStats(NamedTuple):
 
     @property
     def sync_steps(self) -> int:
-        """Duration of one fragment's synchronisation in inner steps, rounded up; 0 until known."""
+        """Duration of one fragment's synchronization in inner steps, rounded up; 0 until known."""
         known = self.step_time_s > 0 and self.sync_time_s > 0
         return math.ceil(self.sync_time_s / self.step_time_s - 1e-9) if known else 0
 
@@ -319,7 +319,7 @@ def adaptive(
 
         N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N) ;  tau = ceil(T_s / T_c)
 
-    K is the number of fragments, T_c the time of an inner step, T_s the time to synchronise one fragment. Every h steps one
+    K is the number of fragments, T_c the time of an inner step, T_s the time to synchronize one fragment. Every h steps one
     fragment that is not in flight is sent, by these priorities:
 
     1. a fragment not sent for H steps, the oldest first;

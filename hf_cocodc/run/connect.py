@@ -145,8 +145,8 @@ def _adapter_settings(model: nn.Module) -> list[str]:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Digest of all that regions do not synchronise but must have equal: frozen parameters, saved buffers, and other saved
-    tensors, such as the scales of quantised weights. Of a sharded tensor, only this rank's shard.
+    """Digest of all that regions do not synchronize but must have equal: frozen parameters, saved buffers, and other saved
+    tensors, such as the scales of quantized weights. Of a sharded tensor, only this rank's shard.
     """
     sha = hashlib.sha256()
     for name, tensor in contents(model).items():

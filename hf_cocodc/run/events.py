@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_WIDEST = 92
-
 
 @dataclass(frozen=True)
 class LineKind:
@@ -25,7 +23,7 @@ LINE_KINDS = (
                 "regions that take part; of a region that comes to others that train: that may take part "
                 "at most."
             ),
-            "num_params": "values of all parameters that are synchronised.",
+            "num_params": "values of all parameters that are synchronized.",
             "num_fragments": "fragments of them.",
             "max_steps": "inner steps of the whole run; null if unknown.",
             "timing": "what seconds are: measured, simulated or none.",
@@ -55,7 +53,7 @@ LINE_KINDS = (
             "outer/bytes_sent": "bytes that this region has sent since the start of the run.",
             "outer/compute_utilization": (
                 "share of the training time (0 to 1) that did not wait for the link; evaluations, saves, "
-                "sends and landings count as used. Report and terminal mean the same by utilisation; "
+                "sends and landings count as used. Report and terminal mean the same by utilization; "
                 "`planning.Course` counts inner steps alone."
             ),
         },
@@ -147,7 +145,7 @@ LINE_KINDS = (
     ),
     LineKind(
         ("adopt",),
-        "more parameters are synchronised from here on.",
+        "more parameters are synchronized from here on.",
         {
             "num_params": "values of all parameters, the new ones too.",
             "num_fragments": "fragments of them.",
@@ -265,17 +263,3 @@ LINE_KINDS = (
     ),
 )
 """A kind may be in several of them."""
-
-
-def in_markdown() -> str:
-    """The table of the README: kinds of lines, and their fields."""
-    rows = ["| kind of line | fields |", "|---|---|"]
-    for each in LINE_KINDS:
-        names = list(each.fields)
-        cell = ", ".join(f"`{kind}`" for kind in each.kinds)
-        while names:
-            row = f"| {cell} |"
-            while names and len(row) + len(names[0]) < _WIDEST:
-                row += f" `{names.pop(0)}`,"
-            rows.append(row.rstrip(",") + " |")
-    return "\n".join(rows)

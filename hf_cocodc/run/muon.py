@@ -90,11 +90,11 @@ def muon(
 
     ::
 
-        B <- mu B + (1 - mu) G ;  O = orthogonalise((1 - mu) G + mu B) ;  W <- (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) O
+        B <- mu B + (1 - mu) G ;  O = orthogonalize((1 - mu) G + mu B) ;  W <- (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) O
 
     for each matrix W (a, b) with the gradient G; mu is `momentum`, wd is `weight_decay`. The factor 0.2 sqrt(max(a, b)) makes a
     step as large as one of AdamW (2502.16982): one `lr` and one `weight_decay`, those that you would take for AdamW, serve
-    both. Norms and biases have no weight decay. Without `nesterov`, O = orthogonalise(B).
+    both. Norms and biases have no weight decay. Without `nesterov`, O = orthogonalize(B).
 
     Give it to `Trainer(optimizers=(muon(model, lr=...), None))`, or prepare it and give it to `OuterOptimizer`. A recipe writes
     `training: {optim: muon}`, and `optim_args: "momentum=0.9,nesterov=false"` beside it for the values of MuLoCo's authors.

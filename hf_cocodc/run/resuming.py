@@ -295,7 +295,7 @@ def check(
         )
     for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
         logger.warning(sentence)
-    local_weights.check(model, saved.weights, saved.synchronised)
+    local_weights.check(model, saved.weights, saved.synchronized)
     if is_new:
         logger.info(
             "region %d begins with the global params, outer state and inner optimizer of region %d, with its own random numbers "

@@ -49,7 +49,7 @@ def write(
         disk.begin(checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process or link.lane:
-        kept = local_weights.kept(model, saved.synchronised)
+        kept = local_weights.kept(model, saved.synchronized)
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
         with disk.saving(checkpoint):
             own = kept if whole else local_weights.buffers(model)

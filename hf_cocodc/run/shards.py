@@ -49,7 +49,7 @@ def region_shard(
     Raises:
         InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
 
-    Example:
+    Examples:
         >>> dataset = ["a", "b", "c", "d", "e"]  # a torch map-style dataset: it has a length and an index
         >>> [list(region_shard(dataset, region, num_regions=2)) for region in (0, 1)]
         [['a', 'c', 'e'], ['b', 'd']]

@@ -1,4 +1,4 @@
-"""The section `outer` of a recipe: how regions synchronise."""
+"""The section `outer` of a recipe: how regions synchronize."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ _HISTORY = 8, 4096
 @documented
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig(Settings):
-    """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
+    """How regions synchronize. A field that is None takes the default of the method, which comes from its paper."""
 
     SECTION = "outer"
 

@@ -202,7 +202,7 @@ class Saved(NamedTuple):
     weights: Mapping[str, str] = MappingProxyType({})
 
     @property
-    def synchronised(self) -> frozenset[str]:
+    def synchronized(self) -> frozenset[str]:
         """Names of the parameters that the run had trained."""
         return names_in(self.state["layout"])
 

@@ -87,8 +87,8 @@ def write_base(
         (folder / disk.FOLDER).mkdir(parents=True)
         (folder / TREES).mkdir()
         disk.write(folder, saved, lane)
-        kept = local_weights.kept(model, saved.synchronised)
-        rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronised}
+        kept = local_weights.kept(model, saved.synchronized)
+        rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronized}
         unsaved = local_weights.unsaved_buffers(model)
         local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
         for name, state in inner.states.items():

@@ -30,18 +30,18 @@ def weights_file(lane: int | str = 0) -> str:
     return f"{FOLDER}/local-lane{lane}.safetensors"
 
 
-def kept(model: nn.Module, synchronised: Collection[str] = ()) -> dict[str, Tensor]:
+def kept(model: nn.Module, synchronized: Collection[str] = ()) -> dict[str, Tensor]:
     """What a checkpoint restores of an unwrapped model, by name: this rank's own tensors, tied ones once.
 
-    These are all parameters and buffers, except the frozen base under adapters or quantised weights, which every run loads anew
-    and `base_digest` compares. Parameters that the run has trained (`synchronised`) count, even if they are frozen now.
+    These are all parameters and buffers, except the frozen base under adapters or quantized weights, which every run loads anew
+    and `base_digest` compares. Parameters that the run has trained (`synchronized`) count, even if they are frozen now.
     """
     adapters = set(getattr(model, "peft_config", None) or ())
     whole = not has_a_base(model)
     frozen = {
         name
         for name, param in model.named_parameters()
-        if not (whole or param.requires_grad or name in synchronised or adapters & set(name.split(".")))
+        if not (whole or param.requires_grad or name in synchronized or adapters & set(name.split(".")))
     }
     return {name: tensor for name, tensor in _all(model).items() if name not in frozen}
 
@@ -115,19 +115,19 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
                 )
 
 
-def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[str]) -> None:
+def check(model: nn.Module, saved: Mapping[str, str], synchronized: Collection[str]) -> None:
     """Check that an unwrapped model, after every file has been loaded, holds the local weights that were saved.
 
     Args:
         saved: `digests` of what was saved; empty if it was taken over: nothing is compared then.
-        synchronised: names of the parameters that the run had trained.
+        synchronized: names of the parameters that the run had trained.
 
     Raises:
         CheckpointError: it does not; names the first tensors that differ.
     """
     if not saved:
         return
-    current = digests(kept(model, synchronised))
+    current = digests(kept(model, synchronized))
     wrong = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if wrong:
         first = "; ".join(
@@ -143,7 +143,7 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[s
 
 
 def base_digest(model: nn.Module) -> str | None:
-    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantised weights. None if
+    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantized weights. None if
     the model has no base, or if this rank does not hold it yet.
     """
     if not has_a_base(model):

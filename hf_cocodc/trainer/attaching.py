@@ -118,7 +118,7 @@ def leave_as_it_is(
     trainer._load_from_checkpoint(str(checkpoint))
     if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        local_weights.check(model, saved.weights, saved.synchronised)
+        local_weights.check(model, saved.weights, saved.synchronized)
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     load_best()
     link.close()

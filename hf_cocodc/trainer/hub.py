@@ -54,7 +54,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
         "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
         "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
-        "parameters synchronised": f"{synchronizer.num_params:,}",
+        "parameters synchronized": f"{synchronizer.num_params:,}",
     }
     if best is not None:
         rows["weights"] = (

@@ -1,4 +1,4 @@
-"""The text of a recipe: load it, tokenise it and pack it into blocks; and a corpus that needs no download.
+"""The text of a recipe: load it, tokenize it and pack it into blocks; and a corpus that needs no download.
 
 This module does not import torch, datasets or transformers: each function imports the libraries that it uses.
 """
@@ -110,7 +110,7 @@ def load_text(
 
 
 def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
-    """Tokenise documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
+    """Tokenize documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
 
     Packs 1000 documents at a time and drops their tokens after the last full block. `input_ids` and `labels`, equal, each
     (block_size,) and int32, replace all columns. A stream stays a stream, but its first block is read, to fail now and not

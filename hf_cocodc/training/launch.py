@@ -331,7 +331,7 @@ def watch(
 
 
 def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:
-    """Signal the ranks: they stop together, with a checkpoint. A signalled launcher would not wait for its ranks.
+    """Signal the ranks: they stop together, with a checkpoint. A signaled launcher would not wait for its ranks.
 
     A launcher that has not started its ranks yet gets the signal itself. One that is about to may have another child, which
     asks about the machine. So call this again and again with one set `asked`, empty at first: each process gets one signal.

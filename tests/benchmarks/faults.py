@@ -1,7 +1,7 @@
 """Numbers that are wrong, and strangers, in runs of this package and of torchft: `python -m tests.benchmarks.faults`.
 
 Each fault has a run of its own, in real processes on the loopback of this machine; a whole command writes its table into the two
-READMEs. torchft's column needs `pip install torchft==0.2.0`.
+documentation. torchft's column needs `pip install torchft==0.2.0`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from .damages import GREETINGS
 from .elastic import LEAST, RESULTS, Contestant, Event, Run, diaries, say
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
-DOCUMENTS = (ROOT / "README.md", Path(__file__).with_name("README.md"))
+MARKS = ("faults", "faults in full")
+"""In comments around the two tables of `DOCUMENT`."""
+DOCUMENT = ROOT / "docs" / "evidence" / "faults.md"
 BROKEN = WARM_UP + 3
 """The round in which something breaks once: the norm guard has its history by then."""
 H = 10
@@ -311,8 +312,8 @@ def against(found: dict[str, Any], undisturbed: list[dict[str, Any]]) -> str:
 
 def tables(
     rows: dict[tuple[str, str], dict[str, Any]], undisturbed: dict[str, list[dict[str, Any]]]
-) -> dict[Path, list[str]]:
-    """The lines of the READMEs' tables: what the others see, beside torchft; and both sides' losses, exit codes and digests."""
+) -> list[list[str]]:
+    """The lines of the two tables: what the others see, beside torchft; and both sides' losses, exit codes and digests."""
     short = [["fault", "what the others see", "loss against undisturbed", "torchft"]]
     long = [["", "fault", "loss", "against undisturbed", "exit codes", "all equal"]]
     noise = [
@@ -333,7 +334,7 @@ def tables(
             loss = row["ends"] or f"{row['loss']:.3f}"
             facts = [loss, against(row, undisturbed[by]), row["exit codes"], "yes" if row["equal"] else "no"]
             long.append([name, row["fault"], *facts])
-    return dict(zip(DOCUMENTS, map(_as_markdown, (short, long)), strict=True))
+    return [_as_markdown(short), _as_markdown(long)]
 
 
 def seen(row: dict[str, Any]) -> str:
@@ -349,12 +350,13 @@ def _as_markdown(cells: list[list[str]]) -> list[str]:
     return [first, "|" + "---|" * len(cells[0]), *others]
 
 
-def put(lines: list[str], document: Path) -> None:
-    """Put the table between its marks."""
-    before, mark, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    assert mark, f"{document} has no {BEGIN}"
-    text = "\n".join([f"{before}{BEGIN}", *lines, f"{END}{rest.partition(END)[2]}"])
-    document.write_text(text, encoding="utf-8")
+def put(lines: list[str], mark: str) -> None:
+    """Put a table between its comments in `DOCUMENT`."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, found, rest = DOCUMENT.read_text(encoding="utf-8").partition(begin)
+    assert found, f"{DOCUMENT} has no {begin}"
+    text = "\n".join([f"{before}{begin}", *lines, f"{end}{rest.partition(end)[2]}"])
+    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
@@ -396,14 +398,14 @@ def main() -> int:
                     else:
                         rows[by, fault.name] = row
     found = tables(rows, undisturbed)
-    say("\n".join(["", *found[DOCUMENTS[0]]]))
+    say("\n".join(["", *found[0]]))
     setting = {"regions": options.regions, "H": H, "rounds": options.rounds, "broken in round": BROKEN}
     every = [*(row for each in undisturbed.values() for row in each), *rows.values()]
     options.output.mkdir(parents=True, exist_ok=True)
     write(options.output / "faults.json", [BenchReport("wrong numbers and strangers", setting, every)])
     if len(chosen) == len(FAULTS) and len(sides) == len(NAMES) and not options.quick:
-        for document, lines in found.items():
-            put(lines, document)
+        for mark, lines in zip(MARKS, found, strict=True):
+            put(lines, mark)
     of_ours = [(fault, rows["ours", fault.name]) for fault in chosen if ("ours", fault.name) in rows]
     unseen = [
         fault.name

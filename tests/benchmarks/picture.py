@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_cocodc.tools.bench.report import read
 
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
 BAR = 0.38
 
 
@@ -24,7 +24,7 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(reports), figsize=size, squeeze=False, layout="constrained")
     for panel, report in zip(panels[0], reports, strict=True):
         _panel(panel, report, links)
-    keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in zip(links, COLOURS, strict=False)]
+    keys = [pyplot.Rectangle((0, 0), 1, 1, color=color) for _, color in zip(links, COLORS, strict=False)]
     figure.legend(keys, links, loc="outside upper center", ncols=len(links), frameon=False)
     setting = reports[0]["setting"]
     figure.supxlabel(
@@ -45,7 +45,7 @@ def _panel(panel: Any, report: dict[str, Any], links: list[str]) -> None:
             height = place + (number - (len(here) - 1) / 2) * BAR
             share = 100 * row["share"] if row and row.get("share") is not None else None
             words = f"{share:.0f} %" if share is not None else "failed" if row else "not run"
-            panel.barh(height, share or 0, BAR, color=COLOURS[links.index(link)])
+            panel.barh(height, share or 0, BAR, color=COLORS[links.index(link)])
             label = panel.text((share or 0) + 1, height, words, va="center", fontsize=7)
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     panel.set_yticks(range(len(names)), names, fontsize=9)
@@ -56,7 +56,7 @@ def _panel(panel: Any, report: dict[str, Any], links: list[str]) -> None:
     pace = report["setting"]["seconds a step counts as"]
     regions = next(row["regions"] for row in report["rows"] if row.get("regions"))
     panel.set_title(f"{regions} regions, {pace:g} s an inner step", fontsize=10)
-    panel.axvline(100, color="grey", linewidth=0.8, linestyle="--", zorder=0)
+    panel.axvline(100, color="gray", linewidth=0.8, linestyle="--", zorder=0)
     panel.spines[["top", "right"]].set_visible(False)
 
 

@@ -2,7 +2,7 @@
 
 Each cell trains with one method, codec and link, in two regions or four. An inner step sleeps, as a processor that waits for an
 accelerator: other load on the machine then changes little, and what it changes is measured in the same run, as are the speed of
-the codecs and of the outer step. It prints the utilisation that the planner expects and the one measured, and the table of
+the codecs and of the outer step. It prints the utilization that the planner expects and the one measured, and the table of
 the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about 35 minutes.
 """
 
@@ -172,7 +172,7 @@ def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[
 
 
 def mean_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of several trainings as one: utilisations by the times that they stand for."""
+    """The figures of several trainings as one: utilizations by the times that they stand for."""
     shares = ("measured", "expected")
     return {
         name: len(answers) / sum(1 / each[name] for each in answers)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 H = 20
-"""Inner steps between two synchronisations of a parameter."""
+"""Inner steps between two synchronizations of a parameter."""
 FRAGMENTS = 4
 OVERLAP = 4
 """Inner steps of a transfer in Streaming DiLoCo; torchft allows fewer than H / FRAGMENTS."""

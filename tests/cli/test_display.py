@@ -102,7 +102,7 @@ def test_a_line_every_minute_says_what_regions_do_before_they_train(
     assert "region 0: packing the text for 02:00" in capsys.readouterr().out
 
 
-def test_a_line_has_step_loss_rate_time_to_the_end_and_utilisation(
+def test_a_line_has_step_loss_rate_time_to_the_end_and_utilization(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the first step on, before the first loss is logged; and each minute, however slow the run is."""
@@ -112,7 +112,7 @@ def test_a_line_has_step_loss_rate_time_to_the_end_and_utilisation(
     run.after(60)
     line = capsys.readouterr().out
     assert line.startswith(
-        "step 1/100  loss region 0: -, region 1: -  50 tokens/s  ETA 16:30  utilisation 95 %"
+        "step 1/100  loss region 0: -, region 1: -  50 tokens/s  ETA 16:30  utilization 95 %"
     )
     for region, journal in enumerate(run.journals):
         run.train(region, 7)
@@ -147,7 +147,7 @@ def test_a_narrow_terminal_keeps_the_losses(run: Run, monkeypatch: pytest.Monkey
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    for columns, shown in ((34, "step 7/100  loss 2.500, 3.500"), (120, "utilisation 95 %  ")):
+    for columns, shown in ((34, "step 7/100  loss 2.500, 3.500"), (120, "utilization 95 %  ")):
         monkeypatch.setenv("COLUMNS", str(columns))
         paths = [journal.path for journal in run.journals if journal.path is not None]
         display = Display([0, 1], paths, 100, statuses=run.statuses, clock=run.clock)
@@ -167,7 +167,7 @@ def test_a_line_names_the_last_landing(run: Run, capsys: pytest.CaptureFixture[s
         run.journals[region].write("land", step=20, fragment=0)
         run.train(region, 21)
     run.after(60)
-    assert "utilisation 95 %  last landing at step 20  " in capsys.readouterr().out
+    assert "utilization 95 %  last landing at step 20  " in capsys.readouterr().out
     run.journals[1].write("void", step=40, fragment=0)
     run.after(60)
     assert "last landing at step 20, 40" in capsys.readouterr().out

@@ -126,12 +126,12 @@ def test_lines_are_printed_as_they_are_known(
     """Ctrl-C while it waits leaves what it has found."""
 
     def interrupted(*given: object) -> Iterator[Finding]:
-        yield Finding("clock", OK, "synchronised")
+        yield Finding("clock", OK, "synchronized")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(examine, "examine", interrupted)
     assert main(["doctor", "quickstart/diloco"]) == 130
-    assert capsys.readouterr().out == "ok     clock        synchronised\n"
+    assert capsys.readouterr().out == "ok     clock        synchronized\n"
 
 
 def test_a_package_that_is_missing(

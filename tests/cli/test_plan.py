@@ -120,7 +120,7 @@ def test_a_plan_keeps_the_comments_of_its_recipe(tmp_path: Path, capsys: pytest.
     """Of a recipe that extends another one, too; of an earlier plan only what is said of settings goes."""
     mine = tmp_path / "mine.yaml"
     mine.write_text(
-        "# My recipe.\nextends: quickstart/diloco\n\n# How regions synchronise.\nouter:\n  # twenty steps\n"
+        "# My recipe.\nextends: quickstart/diloco\n\n# How regions synchronize.\nouter:\n  # twenty steps\n"
         "  sync_interval: 20  # H\nregions:\n  # rate_limit: 90\n# The end.\n"
     )
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
@@ -131,7 +131,7 @@ def test_a_plan_keeps_the_comments_of_its_recipe(tmp_path: Path, capsys: pytest.
     assert text.count("# settings:") == text.count("# My recipe.") == 1
     assert "\n\n# My recipe.\nmodel:\n" in text
     assert (
-        "\n# How regions synchronise.\nouter:\n  method: diloco\n  # twenty steps\n  sync_interval: 20  # H\n"
+        "\n# How regions synchronize.\nouter:\n  method: diloco\n  # twenty steps\n  sync_interval: 20  # H\n"
         in text
     )
     assert text.endswith("  rate_limit: 54.0\n  # rate_limit: 90\n# The end.\n")

@@ -298,7 +298,7 @@ def test_what_is_gone_or_has_another_form_stops_the_run() -> None:
             model.layers[1][0].data = model.layers[0][0].data
 
     with pytest.raises(
-        InputError, match=r"layers\.3\.0 \[2, 3\] float32 is synchronised .* no longer in the model"
+        InputError, match=r"layers\.3\.0 \[2, 3\] float32 is synchronized .* no longer in the model"
     ):
         Regions("diloco", remove).run()
     with pytest.raises(
@@ -459,5 +459,5 @@ def test_values_that_are_not_finite_are_not_adopted(name: str, where: str) -> No
         if step == 10:
             model.get_parameter(name).data.fill_(float("nan"))
 
-    with pytest.raises(InputError, match=rf"{name} cannot be synchronised after step 12: .* in {where}"):
+    with pytest.raises(InputError, match=rf"{name} cannot be synchronized after step 12: .* in {where}"):
         Regions("diloco", change, lambda: frozen(0, 3)).run()

@@ -1,4 +1,4 @@
-"""The estimate of memory, as the README tells it."""
+"""The estimate of memory, as the documentation tells it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.toys import Blocks
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readmes_bytes_are_the_engines() -> None:
+def test_the_documented_bytes_are_the_engines() -> None:
     """Bytes kept for each parameter, and taken by a transfer for each parameter of its fragment, over all methods."""
     kept, each = {}, {}
     for name in known():
@@ -31,7 +31,7 @@ def test_the_readmes_bytes_are_the_engines() -> None:
         kept[name], each[name] = found.kept / synchronizer.num_params, found.per_transfer / largest
     lowrank = round(kept.pop("dilocox")), round(each.pop("dilocox"))
     tiles = round(each.pop("sparseloco"))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence" / "performance.md").read_text(encoding="utf-8")
     assert set(kept.values()) == {8}
     assert f"host: 8 (`dilocox` {lowrank[0]})" in text
     assert f"host: {min(each.values()):.0f} to {max(each.values()):.0f} (`dilocox` {lowrank[1]})" in text

@@ -39,7 +39,7 @@ CASES["sparseloco"] = {"outer_momentum": None, "top_k": 8}
 
 
 def train(model: Blocks, region: int, step: int) -> None:
-    """A step towards the target, with noise of the region and the step."""
+    """A step toward the target, with noise of the region and the step."""
     generator = torch.Generator().manual_seed(1000 * region + step)
     flat = params_of(model)
     grad = flat - TARGET + 0.1 * torch.randn(flat.shape, generator=generator)

@@ -19,8 +19,8 @@ from hf_cocodc.settings import OuterConfig
 from tests.processes.test_link import run_over_tcp
 
 
-class Normalised(nn.Module):
-    """A layer, batch normalisation with its running statistics, a frozen layer, and a tied one."""
+class Normalized(nn.Module):
+    """A layer, batch normalization with its running statistics, a frozen layer, and a tied one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Normalised(nn.Module):
 
 
 def finish(
-    change: Callable[[Normalised, int], None],
+    change: Callable[[Normalized, int], None],
     run: Callable[..., list[Any]] = run_in_lockstep,
     events: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The model of each of three regions at the end of a run in which `change` has changed it."""
 
     def live(index: int, link: Link) -> dict[str, torch.Tensor]:
-        model = Normalised()
+        model = Normalized()
 
         def record(kind: str, **facts: Any) -> None:
             if events is not None and index == 0:
@@ -69,7 +69,7 @@ def test_buffers_are_made_equal(run: Callable[..., list[Any]], caplog: pytest.Lo
     kept: dict[int, torch.Tensor] = {}
     events: list[dict[str, Any]] = []
 
-    def change(model: Normalised, index: int) -> None:
+    def change(model: Normalized, index: int) -> None:
         kept[index] = model.norm.running_mean.clone()
         model.norm.num_batches_tracked += index
         model.cache += index
@@ -91,7 +91,7 @@ def test_buffers_are_made_equal(run: Callable[..., list[Any]], caplog: pytest.Lo
 def test_a_frozen_parameter_that_differs_ends_the_run(run: Callable[..., list[Any]]) -> None:
     """By its name, and with the regions that differ; one that is trained behind the engine's back, too."""
 
-    def change(model: Normalised, index: int) -> None:
+    def change(model: Normalized, index: int) -> None:
         if index == 2:
             model.base.weight += 1
 
@@ -102,7 +102,7 @@ def test_a_frozen_parameter_that_differs_ends_the_run(run: Callable[..., list[An
 
 
 def test_a_tensor_that_only_one_region_has_ends_the_run() -> None:
-    def change(model: Normalised, index: int) -> None:
+    def change(model: Normalized, index: int) -> None:
         if index == 1:
             model.register_buffer("own", torch.zeros(2))
 
@@ -113,7 +113,7 @@ def test_a_tensor_that_only_one_region_has_ends_the_run() -> None:
 def test_weights_without_values_are_not_compared() -> None:
     """A frozen parameter that is kept elsewhere (on the meta device) has no bytes here."""
 
-    def change(model: Normalised, index: int) -> None:
+    def change(model: Normalized, index: int) -> None:
         model.base.to("meta")
         model.norm.load_state_dict(nn.BatchNorm1d(4).state_dict())
 
@@ -176,7 +176,7 @@ def test_what_modules_save_beside_their_tensors_stays_each_regions_own(
 def test_buffers_of_different_shapes_stay_each_regions_own(caplog: pytest.LogCaptureFixture) -> None:
     """A table that grows with the longest sequence that a region has seen: the run ends well, and the log names it."""
 
-    def change(model: Normalised, index: int) -> None:
+    def change(model: Normalized, index: int) -> None:
         model.mask = torch.ones(2 + index, dtype=torch.bool)
 
     with caplog.at_level(logging.WARNING):

@@ -154,7 +154,7 @@ def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch:
 
 
 def test_pieces_cover_every_value_once() -> None:
-    """In order, none longer than allowed, small neighbours together, empty parameters in none."""
+    """In order, none longer than allowed, small neighbors together, empty parameters in none."""
     lengths = [0, 3, 5, PIECE - 8, 1, 2 * PIECE + 1, 0, 2]
     found = cuts(lengths, PIECE)
     assert [sum(cut.sizes) for cut in found] == [PIECE, 1, PIECE, PIECE, 3]

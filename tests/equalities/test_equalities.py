@@ -75,7 +75,7 @@ def test_one_region_without_outer_optimizer_is_the_inner_optimizer(slots: dict[s
 
 
 @pytest.mark.parametrize("num_regions", [2, 3])
-def test_synchronising_every_sgd_step_is_data_parallel(num_regions: int) -> None:
+def test_synchronizing_every_sgd_step_is_data_parallel(num_regions: int) -> None:
     """M regions, H = 1, inner SGD, outer lr 1, no momentum: synchronous data-parallel SGD."""
 
     def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:

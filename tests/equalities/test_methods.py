@@ -70,7 +70,7 @@ def test_no_compensation_is_the_additive_merge(mode: str) -> None:
 
 
 def test_full_rank_is_the_naive_delay() -> None:
-    """dilocox(full rank, no quantiser) = naive one-round delay, to rounding."""
+    """dilocox(full rank, no quantizer) = naive one-round delay, to rounding."""
     naive = from_config(
         OuterConfig(method="dilocox", sync_interval=H, outer_lr=0.4, codec="fp32", error_feedback=False)
     )

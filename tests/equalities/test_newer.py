@@ -49,7 +49,7 @@ def everything() -> Codec:
 def test_sparseloco_that_sends_everything_is_diloco_without_momentum(
     num_regions: int, outer_lr: float
 ) -> None:
-    """k = all, no quantisation: nothing is left for the feedback, at any decay. Bitwise."""
+    """k = all, no quantization: nothing is left for the feedback, at any decay. Bitwise."""
     whole = dataclasses.replace(small("sparseloco", outer_lr=outer_lr), codec=everything())
     diloco = small("diloco", outer_lr=outer_lr, outer_momentum=0.0)
     ours, theirs = run(num_regions, whole, llama_adamw(), live), run(num_regions, diloco, llama_adamw(), live)

@@ -1,7 +1,7 @@
 """Golden trajectories: the numbers that each method gave when it was accepted.
 
 The oracles say what is right; these notice any change, of the parts that no oracle covers too (4-bit codes, ranks, adaptive
-choices). The inner optimizer is SGD for all. `pytest tests/golden --write-golden` rewrites them; CONTRIBUTING
+choices). The inner optimizer is SGD for all. `pytest tests/golden --write-golden` rewrites them; docs/internals/testing.md
 says when that is allowed.
 """
 

@@ -1,4 +1,4 @@
-"""Python that the README shows runs as it stands there, and every command that it shows has the options that it is given."""
+"""README and documentation: Python runs as it stands there, and every command has the options that it is given."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from transformers import HfArgumentParser
 from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.cli.main import parse
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def block(mark: str) -> str:
     """The Python behind `<!-- mark -->`."""
-    [found] = re.findall(rf"<!-- {mark} -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+    [found] = re.findall(rf"<!-- {mark} -->\n```python\n(.*?)```", TEXT, flags=re.DOTALL)
     return found
 
 
@@ -56,20 +58,20 @@ def test_flags_of_the_same_name_are_parsed_apart(
 
 
 def test_together_they_are_refused() -> None:
-    """As the README says: argparse does not take a name twice."""
+    """As the page says: argparse does not take a name twice."""
     with pytest.raises(Exception, match="conflicting option string"):
         HfArgumentParser((Mine, OuterConfig, RegionConfig))
 
 
 def commands() -> list[list[str]]:
-    """The words of each line that calls hf-cocodc in a block of the README, without comments."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    """The words of each line that calls hf-cocodc in a block of a page, without comments."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
     blocks = "".join(text for language, text in fenced if language in ("", "bash")).replace("\\\n", " ")
     lines = re.findall(r"^(?:\$ )?(hf-cocodc .*)$", blocks, flags=re.MULTILINE)
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-def test_every_command_of_the_readme_is_one() -> None:
+def test_every_command_that_is_shown_is_one() -> None:
     """Its options exist; and all commands are shown."""
     found = commands()
     for words in found:
@@ -91,7 +93,7 @@ def test_every_command_of_the_readme_is_one() -> None:
 
 def test_one_run_goes_from_nothing_to_training() -> None:
     """Each command takes the file that an earlier one writes."""
-    block = README.partition("<!-- from nothing -->\n```bash\n")[2].partition("```")[0]
+    block = TEXT.partition("<!-- from nothing -->\n```bash\n")[2].partition("```")[0]
     lines = [parse(shlex.split(line, comments=True)[1:]) for line in block.splitlines()]
     _, new, link, plan, doctor, train = lines
     assert plan.recipe == new.file and plan.link == link.json

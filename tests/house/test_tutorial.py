@@ -1,4 +1,4 @@
-"""The method of a user's own in CONTRIBUTING is what it says: its files are taken from the text and run."""
+"""The method of a user's own in the guide is what it says: its files are taken from the text and run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT = ["training.max_steps=20", "training.eval_strategy=no", "training.eval_on
 @pytest.fixture
 def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the tutorial's files, where the process runs."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "own-method.md").read_text(encoding="utf-8")
     files = re.findall(r"<!-- (\S*signs\.\w+) -->\n```\w+\n(.*?)```", text, flags=re.DOTALL)
     assert [name for name, _ in files] == ["signs.py", "signs.yaml", "try_signs.py"]
     for name, content in files:

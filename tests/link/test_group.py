@@ -164,7 +164,7 @@ def outlive(folder: str, victim: int, call: str) -> None:
 
 @pytest.mark.parametrize(("victim", "call"), [(0, "lead"), (2, "step")])
 def test_a_rank_that_is_killed_is_noticed_by_all(victim: int, call: str, tmp_path: Path) -> None:
-    """At once, and by each without the help of another. Of four ranks, some are no neighbours."""
+    """At once, and by each without the help of another. Of four ranks, some are no neighbors."""
     live(outlive, 4, tmp_path, victim, call, exitcodes={0: -signal.SIGKILL if call == "lead" else 0})
     others = [rank for rank in range(4) if rank != victim]
     said = {rank: (tmp_path / str(rank)).read_text() for rank in others}

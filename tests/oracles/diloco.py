@@ -13,7 +13,7 @@ def diloco(problem: Problem, H: int, outer_lr: float, mu: float) -> Trajectory:
     Delta_m = Theta - theta_m ; g = mean_m Delta_m ; buf = mu buf + g (first: buf = g)
     Theta = Theta - outer_lr (g + mu buf) ; theta_m = Theta
 
-    A last round of fewer than H steps is not synchronised.
+    A last round of fewer than H steps is not synchronized.
     Source: arXiv 2311.08105; METHODS 0 and 1.
     """
     M, T = problem.M, problem.T

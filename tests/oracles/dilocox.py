@@ -43,7 +43,7 @@ def naive_delay(problem: Problem, H: int, outer_lr: float, mu: float) -> Traject
     return trajectory
 
 
-def orthonormalise(A: Vector) -> Vector:
+def orthonormalize(A: Vector) -> Vector:
     """The Q of A = Q R (reduced, Householder), signs chosen so that the diagonal of R is >= 0.
 
     A rank-deficient A still gives orthonormal columns; A with more columns than rows gives a square Q.
@@ -56,13 +56,13 @@ def orthonormalise(A: Vector) -> Vector:
 def lowrank_mean(deltas: list[Vector], Q0: Vector) -> tuple[Vector, Vector, list[Vector]]:
     """One PowerSGD iteration on the regions' matrices: (estimate of the mean, new Q, what each sent).
 
-    P = orthonormalise(mean_m Delta_m Q0) ; Q_m = Delta_m^T P ; Q = mean_m Q_m
+    P = orthonormalize(mean_m Delta_m Q0) ; Q_m = Delta_m^T P ; Q = mean_m Q_m
     estimate = P Q^T ; message of region m = P Q_m^T (their mean is the estimate)
 
     Delta_m (rows, cols), Q0 (cols, rank); the new Q is (cols, min(rows, rank)).
     Source: arXiv 1905.13727 (PowerSGD) as used by 2506.21263; METHODS 5.
     """
-    P = orthonormalise(np.mean([Delta @ Q0 for Delta in deltas], axis=0))
+    P = orthonormalize(np.mean([Delta @ Q0 for Delta in deltas], axis=0))
     Qs = [Delta.T @ P for Delta in deltas]
     Q = np.mean(Qs, axis=0)
     return P @ Q.T, Q, [P @ Q_m.T for Q_m in Qs]

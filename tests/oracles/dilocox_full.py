@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .codecs import int4_roundtrip
-from .dilocox import orthonormalise
+from .dilocox import orthonormalize
 from .problem import Fragments, Problem, Trajectory, Vector
 
 LAG = 2
@@ -91,7 +91,7 @@ def transfer(
 ) -> tuple[Fragments, list[Fragments], dict[int, Vector]]:
     """One PowerSGD iteration on the fragments `meant` by each region: (Dbar, what each sent, mean Q).
 
-    P = orthonormalise(mean_m Delta_m Q) ; Q_m = Delta_m^T P ; Q = mean_m Q_m ; Dbar = P Q^T ; sent_m = P Q_m^T
+    P = orthonormalize(mean_m Delta_m Q) ; Q_m = Delta_m^T P ; Q = mean_m Q_m ; Dbar = P Q^T ; sent_m = P Q_m^T
 
     Both means are of int4 numbers, in one message each: the factors' columns, one after the other, matrix by matrix,
     and on the first message behind them all other parameters as they are.
@@ -103,7 +103,7 @@ def transfer(
         for delta, fragments in zip(deltas, meant, strict=True)
     ]
     mean, own = averaged(sketches, block, disturb)
-    P = {i: orthonormalise(sketch.T) for i, sketch in zip(sides, mean, strict=False)}
+    P = {i: orthonormalize(sketch.T) for i, sketch in zip(sides, mean, strict=False)}
     mean_Q, own_Q = averaged([[(delta[i].T @ P[i]).T for i in sides] for delta in deltas], block, disturb)
 
     def whole(factors: Sequence[Vector], first: Sequence[Vector]) -> Fragments:

@@ -25,7 +25,7 @@ def muloco(
     u = outer_mu u + outer_lr mean_m (Theta - theta_m) ; Theta = Theta - outer_mu u - outer_lr mean_m (Theta - theta_m)
 
     Matrices take steps of `Muon`, vectors of `AdamW` without weight decay. Moments stay in their region. A last round of fewer
-    than H steps is not synchronised.
+    than H steps is not synchronized.
     Source: arXiv 2505.23725, in the form of its authors' code (u has the learning rate in it); METHODS 7.
     """
     M = problem.M
@@ -54,7 +54,7 @@ def muloco(
 
 
 class Muon:
-    """B = 0.95 B + 0.05 G ; W = (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) orthogonalise(0.05 G + 0.95 B)
+    """B = 0.95 B + 0.05 G ; W = (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) orthogonalize(0.05 G + 0.95 B)
 
     Source: torch.optim.Muon, with the learning rate of arXiv 2502.16982.
     """
@@ -66,12 +66,12 @@ class Muon:
     def step(self, x: Vector, grad: Vector, lr: float) -> Vector:
         G = grad.reshape(self.shape)
         self.B = 0.95 * self.B + 0.05 * G
-        update = orthogonalise(0.05 * G + 0.95 * self.B)
+        update = orthogonalize(0.05 * G + 0.95 * self.B)
         W = (1 - lr * self.weight_decay) * x.reshape(self.shape)
         return (W - 0.2 * lr * np.sqrt(max(self.shape)) * update).ravel()
 
 
-def orthogonalise(X: Vector) -> Vector:
+def orthogonalize(X: Vector) -> Vector:
     """Five steps of X = a X + b (X X^T) X + c (X X^T)^2 X from X / ||X||, which bring its singular values near 1."""
     a, b, c = QUINTIC
     X = X / max(np.linalg.norm(X), 1e-7)

@@ -32,7 +32,7 @@ def radial_diloco(problem: Problem, H: int, outer_lr: float, mu: float) -> Traje
 
     g = radial_mean_m (Theta - theta_m) ; buf = mu buf + g ; Theta = Theta - outer_lr (g + mu buf) ; theta_m = Theta
 
-    A last round of fewer than H steps is not synchronised.
+    A last round of fewer than H steps is not synchronized.
     Source: arXiv 2311.08105 and 2604.21428; METHODS 0, 1 and 7.
     """
     Theta, buf = problem.start(), [np.zeros(size) for size in problem.sizes]

@@ -17,7 +17,7 @@ def sparseloco(
     a_m = beta e_m + Theta - theta_m ; s_m = message(a_m) ; e_m = a_m - s_m
     Theta = Theta - outer_lr mean_m s_m ; theta_m = Theta
 
-    A last round of fewer than H steps is not synchronised.
+    A last round of fewer than H steps is not synchronized.
     Source: arXiv 2508.15706; METHODS 7.
     """
     M = problem.M

@@ -46,7 +46,7 @@ class Case:
         shapes: of the parameters.
         T: inner steps.
         H: first interval.
-        decay: ratio of neighbouring singular values of what separates a region's optimum from the start.
+        decay: ratio of neighboring singular values of what separates a region's optimum from the start.
         noise: of the gradients.
         given: what is sent.
     """
@@ -196,8 +196,8 @@ def test_rounding_errors_decide_nothing_here(case: Case, M: int, seed: int) -> N
         disturbed, same = case.oracle(M, seed, disturb=disturb)
         assert same == rounds
         assert distance(disturbed, exact) < TOLERANCE
-    unquantised = dataclasses.replace(case, given=dataclasses.replace(case.given, block=None))
-    assert distance(unquantised.oracle(M, seed)[0], exact) > 1000 * TOLERANCE
+    unquantized = dataclasses.replace(case, given=dataclasses.replace(case.given, block=None))
+    assert distance(unquantized.oracle(M, seed)[0], exact) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize(("M", "seed"), list(enumerate(SMALL_SEEDS, start=1)))

@@ -42,7 +42,7 @@ def test_sparseloco_follows_its_oracle(num_regions: int, k: int, decay: float) -
 def test_muloco_follows_its_oracle(num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """MuLoCo's local and global params equal the nested loops of the paper at every step of three rounds.
 
-    torch's Muon orthogonalises in bf16, in which no two machines need agree: here it is left in fp32.
+    torch's Muon orthogonalizes in bf16, in which no two machines need agree: here it is left in fp32.
     """
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # of torch 2.13 and older
     monkeypatch.setattr(torch, "bfloat16", torch.float32)

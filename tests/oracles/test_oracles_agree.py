@@ -19,7 +19,7 @@ from .cocodc import (
     rhythm,
 )
 from .diloco import diloco
-from .dilocox import lowrank_delay, lowrank_mean, naive_delay, orthonormalise
+from .dilocox import lowrank_delay, lowrank_mean, naive_delay, orthonormalize
 from .eager import eager, finished, mean_of
 from .problem import Problem, RegionTrajectory, Trajectory, Vector, distance, make_problem
 from .streaming import streaming
@@ -253,13 +253,13 @@ def test_lowrank_messages() -> None:
     np.testing.assert_allclose(exact, outer, atol=ROUNDING)
 
 
-def test_orthonormalise_sign() -> None:
+def test_orthonormalize_sign() -> None:
     """Orthonormal columns with diag(Q^T A) >= 0; a rank-deficient matrix too."""
     A = np.random.default_rng(3).standard_normal((6, 3))
-    Q = orthonormalise(A)
+    Q = orthonormalize(A)
     np.testing.assert_allclose(Q.T @ Q, np.eye(3), atol=ROUNDING)
     assert np.all(np.diagonal(Q.T @ A) > 0)
-    flat = orthonormalise(np.ones((6, 3)))
+    flat = orthonormalize(np.ones((6, 3)))
     np.testing.assert_allclose(flat.T @ flat, np.eye(3), atol=ROUNDING)
 
 

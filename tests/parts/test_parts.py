@@ -20,7 +20,7 @@ from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tools.report import charts as plots
 from hf_cocodc.tools.report.runs import read_run
-from hf_cocodc.tools.report.summary import data_parallel_bytes, summarise
+from hf_cocodc.tools.report.summary import data_parallel_bytes, summarize
 from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama
 
 
@@ -132,7 +132,7 @@ def a_run(path: Path, region: int) -> Path:
 
 def test_the_summary_reads_the_journals(tmp_path: Path) -> None:
     """Perplexities, steps, bytes and the data-parallel comparison come from the journals alone."""
-    summary = summarise(read_run("run", [a_run(tmp_path, 0), a_run(tmp_path, 1)]))
+    summary = summarize(read_run("run", [a_run(tmp_path, 0), a_run(tmp_path, 1)]))
     assert (summary.perplexity_before, summary.perplexity_after) == (148.4, 2.718)
     assert (summary.inner_steps, summary.outer_steps, summary.bytes_sent) == (4, (2,), 80)
     assert summary.data_parallel_bytes == data_parallel_bytes(10, 4, 2) == 4 * 10 * 4
@@ -143,7 +143,7 @@ def test_the_summary_reads_the_journals(tmp_path: Path) -> None:
 )
 def test_the_summary_counts_outer_steps(steps: tuple[int, ...], words: str, tmp_path: Path) -> None:
     """As they were made, fragment by fragment; nothing is divided."""
-    summary = dataclasses.replace(summarise(read_run("run", [a_run(tmp_path, 0)])), outer_steps=steps)
+    summary = dataclasses.replace(summarize(read_run("run", [a_run(tmp_path, 0)])), outer_steps=steps)
     assert f"outer steps           {words}" in summary.lines(tmp_path, [])
     uneven = dataclasses.replace(summary, outer_steps=(3, 9, 4)).lines(tmp_path, [])
     assert "outer steps           16, each of one of 3 fragments (of each 3 to 9)" in uneven
@@ -152,10 +152,10 @@ def test_the_summary_counts_outer_steps(steps: tuple[int, ...], words: str, tmp_
 def test_the_summary_says_which_outer_steps_there_were_not(tmp_path: Path) -> None:
     """Their means could not be believed: a run that is well has no such line."""
     path = a_run(tmp_path, 0)
-    assert "changed nothing" not in "".join(summarise(read_run("run", [path])).lines(tmp_path, []))
+    assert "changed nothing" not in "".join(summarize(read_run("run", [path])).lines(tmp_path, []))
     with path.open("a") as file:
         file.write(json.dumps({"kind": "void", "time_s": 1.0, "step": 4, "fragment": 0, "sent_at": 4}) + "\n")
-    assert "void                  1 of 3 transfers changed nothing (see the log)" in summarise(
+    assert "void                  1 of 3 transfers changed nothing (see the log)" in summarize(
         read_run("run", [path])
     ).lines(tmp_path, [])
 
@@ -166,7 +166,7 @@ def test_the_summary_says_what_was_measured_and_when(tmp_path: Path) -> None:
     events = [event for event in read(journal) if event["kind"] != "evaluate" or event["step"]]
     events[-1]["weights"] = "local"
     journal.write_text("".join(json.dumps(event) + "\n" for event in events))
-    line = summarise(read_run("run", [journal])).lines(tmp_path, [journal])[0]
+    line = summarize(read_run("run", [journal])).lines(tmp_path, [journal])[0]
     assert line.split() == ["held-out", "perplexity", "2.718", "after", "(local", "weights)"]
 
 
@@ -177,14 +177,14 @@ def test_the_summary_speaks_of_the_best_model(tmp_path: Path) -> None:
     events.insert(-2, {"kind": "evaluate", "time_s": 1.0, "step": 2, "eval_perplexity": 2.5})
     events.append({"kind": "best", "time_s": 1.0, "step": 2, "metric": "eval_loss", "value": 0.9})
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    line = summarise(read_run("run", [path])).lines(tmp_path, [])[0]
+    line = summarize(read_run("run", [path])).lines(tmp_path, [])[0]
     assert line.endswith("148.40 before, 2.500 after (global weights, the best: of step 2)")
     with path.open("a") as file:
         file.write(
             json.dumps({"kind": "finish", "step": 4, "blocked_s": 1.0, "bytes_sent": 80, "time_s": 1.0})
         )
         file.write("\n")
-    assert summarise(read_run("run", [path])).best_step is None
+    assert summarize(read_run("run", [path])).best_step is None
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_script_that_is_stopped_ends_without_a_traceback(
     assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
 
 
-SIGNALLED = """
+SIGNALED = """
     import os, signal, torch
     from accelerate import Accelerator
     from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, RunStopped
@@ -154,9 +154,9 @@ SIGNALLED = """
 
 @pytest.mark.slow
 def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
-    """As the README shows it."""
+    """As the documentation shows it."""
     ended = subprocess.run(
-        [sys.executable, "-c", dedent(SIGNALLED)],
+        [sys.executable, "-c", dedent(SIGNALED)],
         env=environment(),
         capture_output=True,
         text=True,

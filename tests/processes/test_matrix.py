@@ -1,4 +1,4 @@
-"""Every method in every kind of region that the README's matrix names: two ranks, DDP or FSDP2, Trainer or plain loop."""
+"""Every method in every kind of region that the documentation's matrix names: two ranks, DDP or FSDP2, Trainer or plain loop."""
 
 from __future__ import annotations
 

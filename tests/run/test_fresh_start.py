@@ -21,7 +21,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.journal import read
 from hf_cocodc.tools.report.runs import read_run
-from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.summary import summarize
 from tests.toys import Blocks, batch, llama, params_of
 
 STEPS = 40
@@ -97,7 +97,7 @@ def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCap
     count = sum(event["kind"] == "sit_out" for event in theirs)
     [line] = [
         line
-        for line in summarise(read_run("run", journals)).lines(tmp_path, [])
+        for line in summarize(read_run("run", journals)).lines(tmp_path, [])
         if line.startswith("not counted")
     ]
     assert line.split(maxsplit=2)[2] == (
@@ -123,7 +123,7 @@ def test_one_of_two_young_regions_with_a_wrong_learning_rate_stops_both(tmp_path
         assert outer.why in [event["message"] for event in journal if event["kind"] == "note"]
     ours, theirs = (params_of(outer.synchronizer._model) for outer in outers)
     assert torch.equal(ours, theirs), "a run that resumes here begins with the global params in both"
-    lines = summarise(read_run("run", journals)).lines(tmp_path, [])
+    lines = summarize(read_run("run", journals)).lines(tmp_path, [])
     assert [line.split(maxsplit=2)[2] for line in lines if line.startswith("not counted")] == [
         "region 1 made 3 means void"
     ]
@@ -267,7 +267,7 @@ def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogC
     assert params_of(outers[0].synchronizer._model).abs().max() < 2
     [line] = [
         line
-        for line in summarise(read_run("run", journals)).lines(tmp_path, [])
+        for line in summarize(read_run("run", journals)).lines(tmp_path, [])
         if line.startswith("not counted")
     ]
     assert line.split(maxsplit=2)[2].startswith(

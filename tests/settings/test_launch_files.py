@@ -139,7 +139,7 @@ def wait_for_call(machine: Machine) -> None:
         time.sleep(0.01)
 
 
-def signalled_early(folder: Path, sent: signal.Signals) -> dict[str, str]:
+def signaled_early(folder: Path, sent: signal.Signals) -> dict[str, str]:
     """An environment in which a script of bash gets a signal after it has started a command and before it knows its number."""
     trap = f'case $BASH_COMMAND in "command=$"*) trap - DEBUG; kill -{sent.value} $$;; esac'
     (folder / "early").write_text(f"trap {shlex.quote(trap)} DEBUG\n")
@@ -157,7 +157,7 @@ def signalled_early(folder: Path, sent: signal.Signals) -> dict[str, str]:
 def test_the_slurm_job_of_a_region_leaves_before_its_time_is_over(
     sent: signal.Signals, state: str, again: bool, tmp_path: Path
 ) -> None:
-    """It waits until the region has left, and comes back. A job that is cancelled does not."""
+    """It waits until the region has left, and comes back. A job that is canceled does not."""
     machine = Machine(tmp_path, 0, waits=True, state=state)
     words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", COORDINATOR]
     job = machine.start(words, {"SLURM_JOB_ID": "7"})
@@ -172,7 +172,7 @@ def test_the_slurm_job_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Pa
     """A signal that comes while the command starts is passed on to it, too."""
     machine = Machine(tmp_path, waits=True)
     words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", COORDINATOR]
-    env = {"SLURM_JOB_ID": "7", **signalled_early(tmp_path, signal.SIGUSR1)}
+    env = {"SLURM_JOB_ID": "7", **signaled_early(tmp_path, signal.SIGUSR1)}
     assert machine.run(words, env) in (0, 128 + signal.SIGTERM)
     assert machine.calls("scontrol") == [["requeue", "7"]]
 
@@ -245,7 +245,7 @@ def test_the_pod_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Path) ->
     [container] = documents("kubernetes/region.yaml")[0]["spec"]["template"]["spec"]["containers"]
     words = [*container["command"], *container["args"]]
     machine = Machine(tmp_path, waits=True)
-    assert machine.run(words, signalled_early(tmp_path, signal.SIGTERM)) == 128 + signal.SIGTERM
+    assert machine.run(words, signaled_early(tmp_path, signal.SIGTERM)) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("name", ["coordinator", "region"])
@@ -282,9 +282,9 @@ def test_a_skypilot_file_is_what_its_parser_takes(
     assert "hf-cocodc" in parsed.run
 
 
-def test_the_readmes_lines_are_ours() -> None:
+def test_the_guides_lines_are_ours() -> None:
     """Its commands exist with their options, and so do the files and settings that it names."""
-    text = (LAUNCH / "README.md").read_text(encoding="utf-8")
+    text = (LAUNCH.parents[1] / "docs" / "guides" / "launchers.md").read_text(encoding="utf-8")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     lines = [words for line in blocks.splitlines() if (words := shlex.split(line, comments=True))]
     for words in lines:

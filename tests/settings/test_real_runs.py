@@ -29,14 +29,14 @@ from tests.settings.traffic import landings, step_time_s, traffic
 from tests.toys import Region, llama_adamw, run, train_llama, with_known_names
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").partition("## Recipes for GPUs")[2]
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("## Recipes for GPUs")[2]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft asks for it
 
 
 class Run(NamedTuple):
-    """What a recipe is expected to be, and the GPUs that its README rows assume in a region.
+    """What a recipe is expected to be, and the GPUs that its rows assume in a region.
 
     Attributes:
         gpus: GPUs in a region.
@@ -175,7 +175,7 @@ def test_the_readmes_figures_are_the_schedules(name: str) -> None:
         f"{found.largest_bytes / 1e6:.4g} MB",
         hiding,
     ]
-    assert f"| {' | '.join(cells)} |" in README
+    assert f"| {' | '.join(cells)} |" in PAGE
 
 
 @pytest.mark.parametrize("num_regions", [2, 3])
@@ -206,7 +206,7 @@ def test_figures_are_what_a_run_sends(config: OuterConfig, num_regions: int) -> 
 
 def commands() -> list[list[str]]:
     """The words of each line of the section's code blocks, behind `hf-cocodc` and without comments."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)).replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)).replace("\\\n", " ")
     lines = [words for line in blocks.splitlines() if (words := shlex.split(line, comments=True))]
     assert {line[0] for line in lines} == {"export", "hf-cocodc"}, "a secret, and what needs it"
     return [line[1:] for line in lines if line[0] == "hf-cocodc" and line[1] != "secret"]

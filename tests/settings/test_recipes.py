@@ -83,9 +83,10 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert "<!-- test -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_the_readmes_table_is_the_code() -> None:
+def test_the_table_of_methods_is_the_code() -> None:
     """One row per method. Patterns, codecs, outer chains, merges and closings are those that the code composes."""
-    rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", README, flags=re.MULTILINE)
+    page = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", page, flags=re.MULTILINE)
     assert [name for name, _ in rows] == list(known())
     for name, cells in rows:
         pattern, _, codec, chain, merge = cells.split(" | ")
@@ -95,29 +96,19 @@ def test_the_readmes_table_is_the_code() -> None:
         assert chain == ", ".join(composed.outer.init(torch.zeros(1)))
         assert merge == chosen.get("merge", "replace")
         assert composed.closing.__name__ == ("other_parts" if name == "eager" else "one_more_round")
-    assert "A run closes with `one_more_round`, of `eager` with `other_parts`" in README
+    assert "A run closes with `one_more_round`, of `eager` with `other_parts`" in page
 
 
 def test_the_messages_of_the_troubleshooting_are_the_codes() -> None:
     """Eleven, each word for word in the package."""
-    table = README.split("## Troubleshooting")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.split("## Messages")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) == 11
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_cocodc").rglob("*.py"))
     for row in rows:
         for words in re.findall(r"`([^`]+)`", row):
             assert words in code, words
-
-
-@pytest.mark.parametrize("name", ["", "recipes/", "tests/benchmarks/"])
-def test_tables_are_narrow(name: str) -> None:
-    """Rows have at most 100 columns: wider ones wrap in a terminal."""
-    texts = [ROOT / name / "README.md", *([] if name else [ROOT / "CONTRIBUTING.md"])]
-    rows = [
-        line for path in texts for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
-    ]
-    assert rows
-    assert not [row for row in rows if len(row) > 100]
 
 
 @pytest.mark.slow

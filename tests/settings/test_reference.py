@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +10,6 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.recipe import DataSection
 from hf_cocodc.settings.reference import in_markdown, keys
-
-README = Path(__file__).parents[2] / "recipes" / "README.md"
-
-
-def test_the_readmes_list_has_all_keys() -> None:
-    """Write it anew with: hf-cocodc recipe keys --markdown."""
-    text = README.read_text(encoding="utf-8")
-    [found] = re.findall(r"<!-- recipe keys -->\n(.*?)\n<!-- /recipe keys -->", text, flags=re.DOTALL)
-    assert found == in_markdown()
 
 
 def test_the_method_decides_what_a_recipe_leaves_open() -> None:

@@ -76,11 +76,11 @@ def same(ours: Any, theirs: Any) -> bool:
 
 def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With subfolders of global/; without local weights and random numbers; and no pickle was on the way."""
-    travelled: set[str] = set()
+    traveled: set[str] = set()
     travel = take_over._travel
 
     def look(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
-        travelled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
+        traveled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
         travel(link, source, files, into)
 
     monkeypatch.setattr(take_over, "_travel", look)
@@ -94,9 +94,9 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     assert torch.equal(load_file(own / "extra" / "adapter_model.safetensors")["weight"], WEIGHTS["weight"])
     assert not (own / "rng_state.pth").exists()
     assert not (own / "trees").exists()
-    assert travelled
+    assert traveled
     zip_or_pickle = ("504b", "8002", "8003", "8004", "8005")
-    assert not [name for name in travelled if name.startswith(zip_or_pickle)]
+    assert not [name for name in traveled if name.startswith(zip_or_pickle)]
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
 
 

@@ -9,7 +9,7 @@ from .conduct import Found
 from .spec import Study
 from .tables import Row, rows_of
 
-COLOUR, GREY = "#1f77b4", "#888888"
+COLOR, GRAY = "#1f77b4", "#888888"
 _RATIO, _CLOSE = 1.4, 0.06
 """Points are close together with such a ratio of x, and such a share of the range of y."""
 
@@ -40,9 +40,9 @@ def _differences(panel: Any, study: Study, rows: list[Row]) -> None:
     compared = [row for row in rows if row.to_reference is not None]
     for place, row in enumerate(compared):
         assert row.to_reference is not None
-        colour = COLOUR if row.to_reference.decides else GREY
+        color = COLOR if row.to_reference.decides else GRAY
         panel.errorbar(
-            row.to_reference.mean, place, xerr=row.to_reference.half, fmt="o", color=colour, capsize=3
+            row.to_reference.mean, place, xerr=row.to_reference.half, fmt="o", color=color, capsize=3
         )
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_yticks(range(len(compared)), [row.arm for row in compared], fontsize=8)
@@ -54,7 +54,7 @@ def _differences(panel: Any, study: Study, rows: list[Row]) -> None:
 def _bytes(panel: Any, rows: list[Row]) -> None:
     points = [(row.megabytes, row.loss, row.arm) for row in rows if row.loss is not None]
     for megabytes, loss, _ in points:
-        panel.errorbar(megabytes, loss.mean, yerr=loss.half, fmt="o", color=COLOUR, capsize=3)
+        panel.errorbar(megabytes, loss.mean, yerr=loss.half, fmt="o", color=COLOR, capsize=3)
     for place, names in _labels([(megabytes, loss.mean, arm) for megabytes, loss, arm in points]):
         panel.annotate("\n".join(names), place, (4, 11), textcoords="offset points", fontsize=6, va="top")
     panel.set_xscale("log")

@@ -24,7 +24,7 @@ WHOLE: dict[str, Changes] = {"": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study. The README of this folder explains the keys of its file.
+    """A study. docs/evidence/studies.md explains the keys of its file.
 
     Attributes:
         name: of its files.

@@ -162,7 +162,7 @@ def page(study: Study, found: Found, command: str) -> str:
         f"# {study.title}",
         "",
         f"`{command}`. Seeds {_listed(seeds)}; the sweep has {_listed(study.sweep_seeds)}. Intervals are Student's t at "
-        f"{study.confidence:.0%}, of differences of the same seed; bold if zero lies outside. `../README.md` has the columns.",
+        f"{study.confidence:.0%}, of differences of the same seed; bold if zero lies outside. `../studies.md` has the columns.",
         "",
     ]
     for cell in study.cells:

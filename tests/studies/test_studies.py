@@ -204,10 +204,13 @@ def test_tables_have_intervals_and_refuse_runs_that_are_not_paired(
 
 @pytest.mark.parametrize("path", [path for path in SPECS if path.stem != "base"], ids=lambda path: path.stem)
 def test_the_studies_of_this_folder_can_begin(path: Path) -> None:
-    """Every arm of every study, at full and at reduced size, has settings that work, and data-parallel beside it."""
+    """Every arm of every study, at full and at reduced size, has settings that work, and data-parallel training beside it.
+
+    Studies of variants of one method need none: its distance from data-parallel training is known from the others.
+    """
     full, quick = spec.read(path), spec.read(path, quick=True)
     for each in (full, quick):
-        assert tables.parallel_of(each)
+        assert tables.parallel_of(each) or path.stem in ("momentum", "muloco", "sparseloco")
         assert not set(each.seeds) & set(each.sweep_seeds)
     assert len(full.seeds) >= 8
     assert (

@@ -1,4 +1,4 @@
-"""What a run tells of itself: metrics for trackers, and the journal; and the README's tables of both."""
+"""What a run tells of itself: metrics for trackers, and the journal."""
 
 from __future__ import annotations
 
@@ -16,24 +16,12 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.errors import RunLeft
 from hf_cocodc.link.base import Link
 from hf_cocodc.run import events
-from hf_cocodc.run.events import LINE_KINDS, in_markdown
+from hf_cocodc.run.events import LINE_KINDS
 from hf_cocodc.run.journal import read
 from tests.trainer.test_trainer import make
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Metrics and journal\n")[2]
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
 IN_EVERY_LINE = {"kind", "time_s", "step"}
-
-
-def rows(head: str) -> list[tuple[set[str], set[str]]]:
-    """The names in code of the first and the last cell of each row of a README table."""
-    table = README.partition(f"| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert table, head
-    cells = [line.strip("|").split(" | ") for line in table]
-    return [
-        (set(re.findall(r"`([\w/]+)`", row[0])), set(re.findall(r"`([\w/]+)`", row[-1]))) for row in cells
-    ]
 
 
 def fields() -> dict[str, set[str]]:
@@ -63,14 +51,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_outer_figure_reaches_a_tracker_once(run: Path) -> None:
-    """One run, of region 0; the README names each figure."""
+    """One run, of region 0; `LINE_KINDS` describes each figure."""
     [events] = run.rglob("events.out.*")
     assert "region-0" in events.parts
     seen = EventAccumulator(str(events))
     seen.Reload()
     prefix = "train/outer/"
     found = {tag.removeprefix(prefix) for tag in seen.Tags()["scalars"] if tag.startswith(prefix)}
-    assert {f"outer/{name}" for name in found} == {name for names, _ in rows("metric") for name in names}
+    assert {f"outer/{name}" for name in found} == {
+        name for name in fields()["log"] if name.startswith("outer/")
+    }
     for name in found:
         steps = [each.step for each in seen.Scalars(prefix + name)]
         assert steps == sorted(set(steps))
@@ -86,13 +76,6 @@ def test_a_run_writes_no_field_that_is_not_described(run: Path) -> None:
             if kind not in ("log", "evaluate"):  # these have Trainer's names too
                 assert set(event) <= fields()[kind] | IN_EVERY_LINE
     assert {"start", "send", "land", "log", "evaluate", "save", "finish"} <= written
-
-
-def test_the_readmes_tables_are_those_of_the_code() -> None:
-    """Of lines as it is generated; of metrics by their names."""
-    assert in_markdown() in README, "put what hf_cocodc.run.events.in_markdown() returns into README"
-    metrics = {name for names, _ in rows("metric") for name in names}
-    assert metrics == {name for name in fields()["log"] if name.startswith("outer/")}
 
 
 def writings() -> dict[str, list[ast.Call]]:

@@ -1,4 +1,4 @@
-"""Every method on every kind of model that the README's matrix names, with Trainer and in a plain loop, in one process."""
+"""Every method on every kind of model that the documentation's matrix names, with Trainer and in a plain loop, in one process."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_every_method_on_every_kind_of_model(method: str, variant: str, train, t
         assert torch.equal(param, second[name]), name
 
 
-def test_the_readme_names_tests_that_exist() -> None:
-    """What the README says has been tried with what stands on tests; the README names them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    matrix = readme.split("<!-- matrix -->")[1].split("<!-- /matrix -->")[0]
+def test_the_documentation_names_tests_that_exist() -> None:
+    """What the page says has been tried with what stands on tests; the page names them."""
+    page = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    matrix = page.split("<!-- matrix -->")[1].split("<!-- /matrix -->")[0]
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", matrix)
     assert len(named) >= 3
     for path, test in named:

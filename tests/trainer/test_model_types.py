@@ -1,6 +1,6 @@
 """Every type of AutoModelForCausalLM over two regions: trained, stopped in the middle and resumed, exported.
 
-What comes out is a list in CONTRIBUTING.md. This command writes it, without it the test compares:
+What comes out is a list in docs/evidence/model-types.md. This command writes it, without it the test compares:
 
     python -m pytest tests/trainer/test_model_types.py -m slow --write-golden
 
@@ -47,7 +47,7 @@ STEPS, SAVED_AT = 6, 3
 CONFIG = OuterConfig(method="streaming", sync_interval=2, num_fragments=2, overlap_steps=1, codec="fp32")
 """A transfer is in flight at every inner step, also where a checkpoint is saved."""
 QUICK = ("gemma3", "gpt_neox", "llama", "mamba2", "mixtral", "nemotron_h")
-DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence" / "model-types.md"
 BEGIN, END = "<!-- model types -->", "<!-- /model types -->"
 REWRITE = "python -m pytest tests/trainer/test_model_types.py -m slow --write-golden"
 ROW = r"^- trains: (\w+), resumes exactly: (\w+), exports: ([\w ]+)(?: \((.*)\))?\. \d+ of them: (.*)$"
@@ -382,14 +382,14 @@ def test_a_fault_is_ours_unless_trainer_has_it_too(
         compare({"llama": ours})
 
 
-def test_the_readme_has_the_figures_of_the_table() -> None:
+def test_the_methods_page_has_the_figures_of_the_table() -> None:
     """How many types there are, and how many train and export; the version."""
     version, rows = table()
     trained = [row for row in rows.values() if row[0] == "yes"]
     assert all(row[2] != "no" for row in trained)
     assert [row[1] for row in trained].count("yes") == len(trained) - 1
     said = f"Of the {len(rows)} types of causal LMs in Transformers {version.rpartition('.')[0]}, {len(trained)} can be built"
-    assert said in (DOCUMENT.parent / "README.md").read_text(encoding="utf-8")
+    assert said in (DOCUMENT.parents[1] / "methods" / "index.md").read_text(encoding="utf-8")
 
 
 def with_adapter(kind: str, seed: int) -> nn.Module:

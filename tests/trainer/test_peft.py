@@ -70,7 +70,7 @@ class Packed(Tensor):
         raise NotImplementedError(func)
 
 
-def quantised(seed: int = 0) -> nn.Module:
+def quantized(seed: int = 0) -> nn.Module:
     """A Llama whose MLPs and value projections hold int8 weights."""
     model = llama(seed)
     for layer in model.model.layers:
@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[int], PeftModel]] = {
         seed, llama(tie=True), target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True
     ),
     "two adapters": two_adapters,
-    "quantised": lambda seed: lora(seed, quantised()),
+    "quantized": lambda seed: lora(seed, quantized()),
 }
 
 
@@ -198,7 +198,7 @@ def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
     assert all(
         tensor.is_floating_point() for tensor in load_file(folder / "adapter_model.safetensors").values()
     )
-    base = {"tied": llama(tie=True), "quantised": quantised()}.get(kind.split()[0], llama())
+    base = {"tied": llama(tie=True), "quantized": quantized()}.get(kind.split()[0], llama())
     loaded, trained = PeftModel.from_pretrained(base, str(folder)).eval(), outcomes[0].trainer.model.eval()
     tokens = torch.arange(1, 33).view(2, 16)
     with torch.no_grad():
@@ -212,10 +212,10 @@ def memory_of(model: nn.Module) -> int:
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_of_a_quantised_base(tmp_path: Path) -> None:
+def test_gradient_checkpointing_of_a_quantized_base(tmp_path: Path) -> None:
     """What QLoRA does to fit: the same bits as without."""
     plain, saving = (
-        train(tmp_path, lambda seed: lora(seed, quantised()), **{RECOMPUTING: recomputes})
+        train(tmp_path, lambda seed: lora(seed, quantized()), **{RECOMPUTING: recomputes})
         for recomputes in (False, True)
     )
     assert torch.equal(plain[0].params, saving[0].params)
@@ -253,13 +253,13 @@ UP = "base_model.model.model.layers.0.mlp.up_proj"
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "base": (lambda: lora(0), lambda: lora(0, llama(1))),
     "int8 weight": (
-        lambda: lora(0, quantised()),
-        lambda: changed(lora(0, quantised()), f"{UP}.base_layer.weight"),
+        lambda: lora(0, quantized()),
+        lambda: changed(lora(0, quantized()), f"{UP}.base_layer.weight"),
     ),
-    "buffer": (lambda: lora(0, quantised()), lambda: changed(lora(0, quantised()), f"{UP}.base_layer.zeros")),
+    "buffer": (lambda: lora(0, quantized()), lambda: changed(lora(0, quantized()), f"{UP}.base_layer.zeros")),
     "scale that is saved": (
-        lambda: lora(0, quantised()),
-        lambda: changed(lora(0, quantised()), f"{UP}.base_layer.scale"),
+        lambda: lora(0, quantized()),
+        lambda: changed(lora(0, quantized()), f"{UP}.base_layer.scale"),
     ),
     "part of a weight": (packed, lambda: changed(packed(), f"{UP}.base_layer.weight.scale")),
     "projection": (
@@ -277,7 +277,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_frozen_weights_that_differ_are_refused(what: str) -> None:
-    """What is not synchronised has to be equal, in whatever form it is kept."""
+    """What is not synchronized has to be equal, in whatever form it is kept."""
     hellos = [hello(build(), {}, None, 1) for build in DIFFERENT[what]]
     compare([hellos[0], hello(DIFFERENT[what][0](), {}, None, 1)])
     with pytest.raises(

@@ -178,7 +178,7 @@ rank.wait()
 """
 
 
-def test_a_region_whose_processes_are_all_signalled_ends_with_its_last_rank(tmp_path: Path) -> None:
+def test_a_region_whose_processes_are_all_signaled_ends_with_its_last_rank(tmp_path: Path) -> None:
     """Slurm signals every process of a job: the launcher ends at once, and its rank saves first."""
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     region = a_region(tmp_path, 0, LEAVES.format(ready=str(ready), saved=str(saved)))

@@ -12,13 +12,13 @@ import pytest
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.cli.simulate import Labelled
+from hf_cocodc.cli.simulate import Labeled
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot.export import SAVED
 from hf_cocodc.tools.report.runs import read_run
-from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.summary import summarize
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 STEPS, STEP_S = 4, 0.5
@@ -111,13 +111,13 @@ def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):
         path.write_text("\n".join(json.dumps(event) for event in (start | timing, finish)))
-        assert summarise(read_run("run", [path])).blocked() == said
+        assert summarize(read_run("run", [path])).blocked() == said
 
 
 def test_lines_of_regions_bear_their_names() -> None:
     """Also lines that are written in pieces by turns; of a bar that was drawn again and again, the last state."""
     stream = io.StringIO()
-    out = Labelled(stream)
+    out = Labeled(stream)
 
     def write(region: int, text: str) -> None:
         thread = threading.Thread(target=out.write, args=(text,), name=f"region {region}")

@@ -27,7 +27,7 @@ class Coder(Protocol):
     The payload of a part depends only on that part: encoding and decoding can work part by part into one buffer (`out`).
 
     Attributes:
-        block: number of neighbouring values that are encoded together. A message is cut only at multiples of `block`.
+        block: number of neighboring values that are encoded together. A message is cut only at multiples of `block`.
         gather: optional; True if the mean of decoded values loses too much in a second encoding, see `swaps_whole`.
     """
 

@@ -1,4 +1,4 @@
-"""Block formats: a few bits per value, and one fp32 scale per block of neighbouring values.
+"""Block formats: a few bits per value, and one fp32 scale per block of neighboring values.
 
 Encoding and decoding are element-wise, except for the largest magnitude of a block, which is exact in any order of evaluation:
 every machine gets the same bytes, and decodes the same values from them. If a value in a block is not finite, the whole block
@@ -34,7 +34,7 @@ class Blocks(ABC):
 
     Args:
         per_byte: codes per byte, 1 or 2. With 2, byte i of a block holds value i in its low half and value i + block / 2 in its
-            high half, so that each half is read and written as a run of neighbours.
+            high half, so that each half is read and written as a run of neighbors.
     """
 
     def __init__(self, block: int, per_byte: int) -> None:

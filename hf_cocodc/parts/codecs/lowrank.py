@@ -1,4 +1,4 @@
-"""Low rank: all regions together approximate each matrix by the product of two thin, quantised factors (PowerSGD)."""
+"""Low rank: all regions together approximate each matrix by the product of two thin, quantized factors (PowerSGD)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -109,11 +109,11 @@ def lowrank(
 
     For each matrix Delta_m (a, b) of region m, starting from the Q (b, r) of the last transfer::
 
-        P = orthonormalise(mean_m Delta_m Q) ;  Q_m = Delta_m^T P ;  Q = mean_m Q_m
+        P = orthonormalize(mean_m Delta_m Q) ;  Q_m = Delta_m^T P ;  Q = mean_m Q_m
         mean = P Q^T ;  own part = P Q_m^T
 
     Both means travel through `coder`, in two messages. A parameter with fewer than two dimensions, or not larger than its
-    factors at the first rank (r_1 (a + b) >= a b), travels in the first message and is only quantised. A convolution counts as
+    factors at the first rank (r_1 (a + b) >= a b), travels in the first message and is only quantized. A convolution counts as
     the matrix (out, all other dimensions).
 
     The rank follows the spectrum. The effective rank of a transfer is the smallest r whose directions hold the share `energy`
@@ -128,7 +128,7 @@ def lowrank(
     Most of a full-rank outer gradient is lost: use this codec inside `feedback(lowrank())`.
 
     Differs from the paper, which says neither how the effective rank is measured nor how Q starts. Here Q starts with uniform
-    random numbers, seeded by the positions of the fragment and of the matrix. P is orthonormalised in double precision. If the
+    random numbers, seeded by the positions of the fragment and of the matrix. P is orthonormalized in double precision. If the
     mean has fewer directions than columns, the other columns of P are zero: a QR would fill them with rounding noise, which
     differs between processors.
 
@@ -212,7 +212,7 @@ def _unit(new: Tensor, old: Tensor) -> Tensor:
 def _assemble(
     fragment: Fragment, sides: Sides, p: Sequence[Tensor], q: Sequence[Tensor], rest: Tensor
 ) -> Tensor:
-    """The flat fragment from the factors, and from the values that travelled without them (`rest`)."""
+    """The flat fragment from the factors, and from the values that traveled without them (`rest`)."""
     flat = torch.empty(fragment.numel, dtype=torch.float32)
     views = dict(enumerate(fragment.views(flat)))
     for (i, shape), p_i, q_i in zip(sides.items(), p, q, strict=True):

@@ -106,7 +106,7 @@ def topk_2bit(k: int = 64) -> Codec:
 
         bytes per tile = 1.5 k + k / 4 + 8          (k a multiple of 4)
 
-    A tile is 64 x 64 values of a matrix, or 4096 neighbouring values of a vector; a matrix that is narrower has tiles that are
+    A tile is 64 x 64 values of a matrix, or 4096 neighboring values of a vector; a matrix that is narrower has tiles that are
     longer, of at most 4096 values. With k = 64 this is 0.029 bytes per value, sent once to each other region; a tile at an edge
     costs as much as a whole one. Most of the outer gradient is lost: use it only inside `feedback(topk_2bit(), decay=0.95)`,
     which sends the rest later.

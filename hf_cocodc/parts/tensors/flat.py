@@ -69,7 +69,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
-    """Plain tensors inside `tensor`: a quantised weight may be a subclass of values and scales, without bytes of its own."""
+    """Plain tensors inside `tensor`: a quantized weight may be a subclass of values and scales, without bytes of its own."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -86,7 +86,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter (a tied one once), saved buffer and other saved tensor (the scales of quantised weights), by name."""
+    """Every parameter (a tied one once), saved buffer and other saved tensor (the scales of quantized weights), by name."""
     saved = model.state_dict(keep_vars=True)
     named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {

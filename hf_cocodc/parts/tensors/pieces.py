@@ -35,7 +35,7 @@ class Cut(NamedTuple):
 
 
 def cuts(numels: Sequence[int], longest: int) -> list[Cut]:
-    """Cut parameters of these lengths into pieces of at most `longest` values. Small neighbours share a piece.
+    """Cut parameters of these lengths into pieces of at most `longest` values. Small neighbors share a piece.
 
     >>> for cut in cuts([2, 1, 5], longest=4):
     ...     print(cut)

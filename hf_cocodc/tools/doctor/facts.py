@@ -59,8 +59,8 @@ def unknown(topic: str, why: str = "not known here") -> Finding:
 def lines(finding: Finding) -> list[str]:
     """A finding as lines of text, with the command below the words.
 
-    >>> print("\\n".join(lines(Finding("clock", WARN, "not synchronised", "timedatectl set-ntp true"))))
-    warn   clock        not synchronised
+    >>> print("\\n".join(lines(Finding("clock", WARN, "not synchronized", "timedatectl set-ntp true"))))
+    warn   clock        not synchronized
                         $ timedatectl set-ntp true
     """
     margin = " " * (7 + _TOPIC + 2)
@@ -139,7 +139,7 @@ class Network:
     receive_buffer: int | None = None
     ports: tuple[int, int] | None = None
     rtt_s: float | None = None
-    is_synchronised: bool | None = None
+    is_synchronized: bool | None = None
     paces: bool | None = None
 
 
@@ -219,7 +219,7 @@ def network(coordinator: str | None, interface: str | None) -> Network:
         receive_buffer=_read("tcp_rmem", lambda text: int(text.split()[2])),
         ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
         rtt_s=_rtt_s(coordinator) if coordinator is not None and leads_away(coordinator, address) else None,
-        is_synchronised=_is_synchronised(),
+        is_synchronized=_is_synchronized(),
         paces=can_pace(),
     )
 
@@ -281,7 +281,7 @@ def _rtt_s(coordinator: str) -> float | None:
     return best
 
 
-def _is_synchronised() -> bool | None:
+def _is_synchronized() -> bool | None:
     """What the kernel says about its clock."""
     if sys.platform != "linux":
         return None

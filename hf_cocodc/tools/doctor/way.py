@@ -148,13 +148,13 @@ def buffers(network: Network) -> Finding:
 
 def clock(network: Network) -> Finding:
     """Whether this machine's clock is right: the report lays the journals of regions side by side."""
-    if network.is_synchronised is None:
+    if network.is_synchronized is None:
         return unknown("clock")
-    if not network.is_synchronised:
+    if not network.is_synchronized:
         return Finding(
             "clock",
             WARN,
             "the kernel says that nobody keeps it right. Training does not need it, but times in journals and logs do.",
             "timedatectl set-ntp true    # or run chronyd",
         )
-    return Finding("clock", OK, "synchronised")
+    return Finding("clock", OK, "synchronized")

@@ -1,1 +1,1 @@
-"""Forecasts a run before anyone rents machines for it: utilisation, waiting, bytes, memory, and settings that suit a link."""
+"""Forecasts a run before anyone rents machines for it: utilization, waiting, bytes, memory, and settings that suit a link."""

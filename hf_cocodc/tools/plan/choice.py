@@ -1,4 +1,4 @@
-"""The choice of settings: for a method and a codec, those that reach a utilisation with the least staleness."""
+"""The choice of settings: for a method and a codec, those that reach a utilization with the least staleness."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
 
 
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
-    """The settings with this method and codec that reach a utilisation; None if none do.
+    """The settings with this method and codec that reach a utilization; None if none do.
 
     `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
     regions after at most sync_interval and the overlap, and this sum is kept small. A method that is a round late has the

@@ -35,7 +35,7 @@ class Forecast:
     Attributes:
         shown: all settings of `config`, with the method's defaults.
         course: how the training goes; the mean of some trials, if packets get lost.
-        worst: utilisation of the worst trial.
+        worst: utilization of the worst trial.
         device_bytes, host_bytes: on the model's device and on the host, beyond the training itself.
     """
 

@@ -20,12 +20,12 @@ _WIDTH = 100
 ROWS = 10
 """Rows of a shortened table, with that of data-parallel training."""
 _NOTABLE = 0.03
-"""How far the utilisation of the worst trial must lie below the mean to be worth a line."""
+"""How far the utilization of the worst trial must lie below the mean to be worth a line."""
 _NOTES = (
     "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. stale: most inner steps between a "
     "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
-    "The utilisation that a run reports counts as used all time in which it does not wait, sends and landings too. "
+    "The utilization that a run reports counts as used all time in which it does not wait, sends and landings too. "
     "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
     "time: of training.max_steps inner steps, with waiting, sends and landings (with --json in seconds). Evaluation, saving, and "
     "the round that closes the run are not in it.",

@@ -15,7 +15,7 @@ from .journals import MOST_NUMBER, RegionJournal, figure
 from .members import sentence
 from .runs import RunRecord
 from .spending import sent_over, shares, spent, totals
-from .summary import summarise
+from .summary import summarize
 from .timeline import unit_of
 from .waits import Activity, sections
 
@@ -179,7 +179,7 @@ def plot_run(run: RunRecord, path: Path) -> None:
         draw_losses(first, [run], 0)
         title = f"{run.method}, {run.num_regions} regions"
         if run.has_finished and not run.in_steps:
-            title += f"; blocked on the link: {summarise(run).blocked()}"
+            title += f"; blocked on the link: {summarize(run).blocked()}"
         first.set_title(title)
         if first.get_legend_handles_labels()[0]:
             first.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
@@ -253,7 +253,7 @@ def _losses(
 
 
 def smooth(points: Points) -> Points:
-    """An exponential moving average over a share of the line, without a bias towards its first value."""
+    """An exponential moving average over a share of the line, without a bias toward its first value."""
     keep = 1 - min(1.0, _SMOOTHED_OVER / len(points))
     smoothed, mean, weight = [], 0.0, 0.0
     for x, y in points:
@@ -263,7 +263,7 @@ def smooth(points: Points) -> Points:
 
 
 def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
-    """Training loss of each region and held-out loss against one of `AXES`; each of several runs has a colour of its own."""
+    """Training loss of each region and held-out loss against one of `AXES`; each of several runs has a color of its own."""
     from matplotlib.ticker import EngFormatter
 
     unit, is_one = unit_of(max(runs, key=lambda run: run.end)), len(runs) == 1
@@ -327,7 +327,7 @@ def draw_learning_rates(axis: Any, run: RunRecord) -> None:
     plain(axis, "learning rate")
 
 
-def draw_utilisation(axis: Any, run: RunRecord) -> None:
+def draw_utilization(axis: Any, run: RunRecord) -> None:
     """The share of the time that each region did not wait for the link or for other regions."""
     unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
     for place, story in enumerate(run.stories):
@@ -341,7 +341,7 @@ def draw_utilisation(axis: Any, run: RunRecord) -> None:
         )
     axis.set_ylim(-3, 103)
     axis.set_xlabel(unit.label)
-    plain(axis, "utilisation (%)")
+    plain(axis, "utilization (%)")
 
 
 def draw_bandwidth(axis: Any, run: RunRecord) -> None:

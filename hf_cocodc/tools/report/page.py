@@ -14,7 +14,7 @@ from .journals import unreadable
 from .members import sentence
 from .runs import RunRecord
 from .spending import longest_waits, spent
-from .summary import summarise
+from .summary import summarize
 
 _MOST_TEXT = 300
 _MOST_WAITS = 12
@@ -117,7 +117,7 @@ def _problems(runs: Sequence[RunRecord]) -> list[str]:
 
 def _overview(runs: Sequence[RunRecord]) -> Table:
     """The figures of the summary, side by side."""
-    summaries = [summarise(run).rows() for run in runs]
+    summaries = [summarize(run).rows() for run in runs]
     names = dict.fromkeys(name for rows in summaries for name, _ in rows)
     cells = [[name, *("; ".join(v for n, v in rows if n == name) for rows in summaries)] for name in names]
     return Table(["", *(run.name for run in runs)] if len(runs) > 1 else [], cells, "words")
@@ -134,7 +134,7 @@ def _losses(runs: Sequence[RunRecord]) -> list[Block]:
 def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
     """The headings for one run, and what stands under them."""
     strips = (
-        "Each strip is a region, from the start to now; its colours are the shares of the time. Journals of different machines "
+        "Each strip is a region, from the start to now; its colors are the shares of the time. Journals of different machines "
         "are put on one clock by the ends of the transfers that they share."
     )
     shown = timeline.windows(run)
@@ -151,12 +151,12 @@ def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tupl
     blocks += [Block(title=each.title, wide=charts.transfers(run, each)) for each in shown]
     yield "Who waited for whom", [*blocks, *_waits(run)]
     used = (
-        "Utilisation is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count as "
+        "Utilization is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count as "
         "used; `hf-cocodc plan` counts inner steps alone."
     )
-    kinds = [charts.draw_utilisation] if not run.in_steps else []
+    kinds = [charts.draw_utilization] if not run.in_steps else []
     yield (
-        "Utilisation and bandwidth",
+        "Utilization and bandwidth",
         [Block(about=used if kinds else "", charts=charts.of_run(run, *kinds, charts.draw_bandwidth))],
     )
     bands = "Lines are middle values; pale bands go from the least to the largest value."

@@ -124,7 +124,7 @@ class Summary:
         return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
 
 
-def summarise(run: RunRecord) -> Summary:
+def summarize(run: RunRecord) -> Summary:
     """The figures of a run."""
     events = [journal.events for journal in run.journals]
     ended = [journal for journal in run.journals if journal.has_finished]

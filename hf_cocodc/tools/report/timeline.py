@@ -9,7 +9,7 @@ from .runs import RunRecord
 from .spending import longest_waits, overlapping, shares
 from .waits import Activity, Flight, Story
 
-COLOURS = {
+COLORS = {
     Activity.TRAINING: "#d5dee8",
     Activity.FOR_A_REGION: "#d55e00",
     Activity.FOR_THE_LINK: "#e69f00",
@@ -17,14 +17,14 @@ COLOURS = {
     Activity.EVALUATING: "#009e73",
     Activity.SAVING: "#0072b2",
 }
-"""Okabe and Ito's, which colour-blind people can tell apart; training is pale, so that all else stands out."""
+"""Okabe and Ito's, which color-blind people can tell apart; training is pale, so that all else stands out."""
 HATCHES = {
     Activity.FOR_A_REGION: "////",
     Activity.FOR_THE_LINK: "\\\\\\\\",
     Activity.EVALUATING: "....",
     Activity.SAVING: "xxxx",
 }
-"""Tell the activities apart without colours; short or usual ones have none."""
+"""Tell the activities apart without colors; short or usual ones have none."""
 _HATCHED = "#00000066"
 _Look = tuple[str, str | None]
 PHASES = {"sent": "#b5b5b5", "on the wire": "#56b4e9", "arrived": "#f0e442"}
@@ -38,7 +38,7 @@ _TRIES = 12
 _FINEST = 1500
 """A window shows no span that is a smaller fraction of it."""
 _INK = "#222222"
-"""The page replaces it with the colour of its text."""
+"""The page replaces it with the color of its text."""
 _ON_BARS = "#111111"
 
 
@@ -138,7 +138,7 @@ def draw_shares(axis: Any, run: RunRecord) -> None:
                 continue
             top = floor - 0.8 * share
             steps = np.repeat(edges, 2)[1:-1] / unit.seconds
-            look = {"facecolor": COLOURS[activity], "hatch": HATCHES.get(activity), "edgecolor": _HATCHED}
+            look = {"facecolor": COLORS[activity], "hatch": HATCHES.get(activity), "edgecolor": _HATCHED}
             axis.fill_between(steps, np.repeat(floor, 2), np.repeat(top, 2), lw=0, zorder=2, **look)
             floor = top
     _rows(
@@ -171,9 +171,9 @@ def draw_window(axis: Any, run: RunRecord, window: Window) -> None:
         lanes = _lanes(story, begin, end, run.end)
         for lane in lanes:
             for flight in lane:
-                for colour, since, until in _phases(flight, run.end):
+                for color, since, until in _phases(flight, run.end):
                     if until > begin and since < end:
-                        bars.setdefault((colour, None), []).append(
+                        bars.setdefault((color, None), []).append(
                             (max(since, begin), min(until, end), row + 0.05, 0.4)
                         )
                 labels.append((flight, row + 0.25))
@@ -219,8 +219,8 @@ def _lanes(story: Story, begin: float, end: float, now: float) -> list[list[Flig
 
 
 def _look(activity: Activity) -> _Look:
-    """Its colour and its hatch."""
-    return COLOURS[activity], HATCHES.get(activity)
+    """Its color and its hatch."""
+    return COLORS[activity], HATCHES.get(activity)
 
 
 def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], look: _Look, seconds: float) -> None:
@@ -231,10 +231,8 @@ def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], look: _L
         [(a / seconds, y), (b / seconds, y), (b / seconds, y + h), (a / seconds, y + h)]
         for a, b, y, h in bars
     ]
-    colour, hatch = look
-    axis.add_collection(
-        PolyCollection(corners, facecolors=colour, edgecolors=colour, linewidths=0.4, zorder=2)
-    )
+    color, hatch = look
+    axis.add_collection(PolyCollection(corners, facecolors=color, edgecolors=color, linewidths=0.4, zorder=2))
     if hatch is not None:
         over = PolyCollection(corners, facecolors="none", edgecolors=_HATCHED, linewidths=0, zorder=2.5)
         over.set_hatch(hatch)
@@ -270,14 +268,14 @@ def _rows(axis: Any, ticks: Sequence[tuple[float, str]], bottom: float) -> None:
 
 
 def legend(axis: Any, run: RunRecord, with_phases: bool) -> None:
-    """What the colours mean, above the axes."""
+    """What the colors mean, above the axes."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     seen = {span.activity for story in run.stories for span in story.spans} | {Activity.TRAINING}
     handles: list[Any] = [
-        Patch(facecolor=colour, edgecolor=_HATCHED, lw=0, hatch=HATCHES.get(activity), label=activity.value)
-        for activity, colour in COLOURS.items()
+        Patch(facecolor=color, edgecolor=_HATCHED, lw=0, hatch=HATCHES.get(activity), label=activity.value)
+        for activity, color in COLORS.items()
         if activity in seen
     ]
     if with_phases:

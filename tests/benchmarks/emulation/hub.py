@@ -239,7 +239,7 @@ def _forward(tuns: Sequence[int], pairs: Mapping[tuple[int, int], _Pair]) -> Non
                     packet = os.read(ready, _LARGEST)
                 except BlockingIOError:
                     break
-                if packet[_VNET.size] >> 4 != 4:  # IPv6 neighbour discovery
+                if packet[_VNET.size] >> 4 != 4:  # IPv6 neighbor discovery
                     continue
                 to = packet[_VNET.size + 19] - 1
                 pair = pairs.get((regions[ready], to))

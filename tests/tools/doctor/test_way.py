@@ -26,7 +26,7 @@ FAR = Network(
     receive_buffer=16 << 20,
     ports=(32768, 60999),
     rtt_s=0.1,
-    is_synchronised=True,
+    is_synchronized=True,
 )
 STORE = "10.0.0.1:29650"
 BBR = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
@@ -50,8 +50,8 @@ BBR = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
         ({}, "buffers", OK, "carries at most 671 Mbit/s", None),
         ({"send_buffer": 1 << 20}, "buffers", WARN, "carries at most 41.9 Mbit/s", "sysctl -w net.ipv4.tcp_wmem="),
         ({"send_buffer": 1 << 20, "rtt_s": 0.001}, "buffers", OK, "takes 1 ms", None),
-        ({}, "clock", OK, "synchronised", None),
-        ({"is_synchronised": False}, "clock", WARN, "nobody keeps it right", "timedatectl set-ntp true"),
+        ({}, "clock", OK, "synchronized", None),
+        ({"is_synchronized": False}, "clock", WARN, "nobody keeps it right", "timedatectl set-ntp true"),
     ],
 )  # fmt: skip
 def test_each_line(changes: dict[str, Any], line: str, level: str, words: str, command: str | None) -> None:
@@ -94,7 +94,7 @@ def test_the_port_and_the_addresses_of_the_user() -> None:
 
 
 def test_a_limit_of_the_rate_does_for_cubic() -> None:
-    """As the README says."""
+    """As the documentation says."""
     found = way.congestion(replace(FAR, congestion="cubic"), 900.0)
     assert (found.level, found.words) == (OK, "TCP cubic, with regions.rate_limit=900 Mbit/s")
 

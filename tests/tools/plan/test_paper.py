@@ -35,17 +35,17 @@ TABLE = {
         "overlap, fp4": (0.5, 0.9, 1.1, 1.1, 1.4),
     },
 }
-"""Gbit/s for a compute utilisation of TARGETS; H = 100, three layers a fragment, M = 2."""
+"""Gbit/s for a compute utilization of TARGETS; H = 100, three layers a fragment, M = 2."""
 MODELS = {"1B": (24, 0.1, 1e9), "10B": (48, 0.8, 1e10), "100B": (108, 4.9, 1e11)}
 """Layers, seconds of a step, parameters."""
 GRID = [10 ** (-1 + 4 * index / 49) for index in range(50)]
-"""The rates that the paper tried, in Gbit/s; neighbours differ by a factor of 1.207."""
+"""The rates that the paper tried, in Gbit/s; neighbors differ by a factor of 1.207."""
 H = 100
 
 
 @cache
 def used(model: str, method: str, rate: float) -> float:
-    """Utilisation with the paper's assumptions: equal nodes, 16-bit values (fp4: 4), no latency, one serial link."""
+    """Utilization with the paper's assumptions: equal nodes, 16-bit values (fp4: 4), no latency, one serial link."""
     layers, step_s, params = MODELS[model]
     groups = [range(layers)]
     schedule, interval = every(H), H

@@ -12,7 +12,7 @@ import pytest
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.tools.report.charts import plot_run
 from hf_cocodc.tools.report.runs import read_run
-from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.summary import summarize
 
 STEPS = 800
 
@@ -53,7 +53,7 @@ def a_journal(folder: Path, region: int, dies: bool) -> Path:
 def test_the_summary_says_who_was_there(tmp_path: Path) -> None:
     """And takes its figures from the regions that have finished."""
     paths = [a_journal(tmp_path, region, dies=True) for region in range(4)]
-    summary = summarise(read_run("run", paths))
+    summary = summarize(read_run("run", paths))
     lines = summary.lines(tmp_path, paths)
     assert "inner steps           800" in lines
     assert (

@@ -16,7 +16,7 @@ from hf_cocodc.cli.ending import report
 from hf_cocodc.cli.main import main
 from hf_cocodc.tools.report import charts as pictures
 from hf_cocodc.tools.report.runs import load
-from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.summary import summarize
 from tests.processes.coming_worker import events, trainer
 from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 from tests.tools.report.made import a_resumed_run, a_run, an_elastic_run, write
@@ -171,7 +171,7 @@ def test_all_that_is_said_of_a_run_is_the_same(
     said = rows_of(capsys.readouterr().out)
     assert said == on_the_page(folder, tmp_path / "page.html", capsys)
     [run] = load([folder])
-    assert figures == json.loads(json.dumps(dataclasses.asdict(summarise(run))))
+    assert figures == json.loads(json.dumps(dataclasses.asdict(summarize(run))))
     for field, value in KINDS[name].figures.items():
         assert figures[field] == pytest.approx(value), field
     landed = {

@@ -141,7 +141,7 @@ def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: P
 
     plot_run(read_run("run", paths), tmp_path / "run.png")
     seen = matplotlib.image.imread(tmp_path / "run.png")[..., :3]
-    assert min(share(seen, colour) for colour in ("#d55e00", "#d5dee8", "#56b4e9", "#f0e442")) > 0.002
+    assert min(share(seen, color) for color in ("#d55e00", "#d5dee8", "#56b4e9", "#f0e442")) > 0.002
     assert share(seen, "#ffffff") > 0.3
 
 
@@ -184,11 +184,11 @@ def test_numbers_that_nobody_would_write_are_drawn_or_refused(seed: int, tmp_pat
     plot_run(read_run("run", paths), tmp_path / "run.png")
 
 
-def share(pixels: object, colour: str) -> float:
-    """The share of the pixels that have a colour."""
+def share(pixels: object, color: str) -> float:
+    """The share of the pixels that have a color."""
     import numpy as np
 
-    wanted = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    wanted = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return float((np.abs(np.asarray(pixels) - wanted).max(axis=-1) < 0.02).mean())
 
 
@@ -225,14 +225,12 @@ def test_a_browser_shows_the_report_of_a_real_run(tmp_path: Path) -> None:
     assert "Refused" not in found.stderr and "CONSOLE" not in found.stderr
     seen = matplotlib.image.imread(picture)[..., :3]
     assert seen.shape[:2] == (5000, 1120)
-    colours = ("#d5dee8", "#009e73", "#0072b2", "#f0e442", "#222222", "#b5b5b5")
-    assert all(share(seen, colour) > 2e-5 for colour in colours), {
-        colour: share(seen, colour) for colour in colours
-    }
+    colors = ("#d5dee8", "#009e73", "#0072b2", "#f0e442", "#222222", "#b5b5b5")
+    assert all(share(seen, color) > 2e-5 for color in colors), {color: share(seen, color) for color in colors}
     assert "saving" in page.read_text() and "held out" in page.read_text()
 
 
-def test_pictures_say_what_is_seen_and_differ_by_more_than_colour(tmp_path: Path) -> None:
+def test_pictures_say_what_is_seen_and_differ_by_more_than_color(tmp_path: Path) -> None:
     """Each picture has a description with its figures; waiting is hatched; ink follows the page's, also where it is dark."""
     a_run(tmp_path / "run", regions=3, steps=400, late=1)
     out = tmp_path / "page.html"

@@ -13,7 +13,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.tools.report.journals import read_journal
 from hf_cocodc.tools.report.runs import load, read_run
 from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, spent
-from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.summary import summarize
 from hf_cocodc.tools.report.timeline import windows
 from hf_cocodc.tools.report.waits import Activity, story_of
 from tests.tools.report.made import a_resumed_run, a_run, write
@@ -229,7 +229,7 @@ def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
             spent(run),
             run.attendance,
             run.tokens(run.step),
-            summarise(read_run("run", paths)).lines(tmp_path, paths),
+            summarize(read_run("run", paths)).lines(tmp_path, paths),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.tools.report.runs import load, read_run
-from hf_cocodc.tools.report.summary import data_parallel_bytes, summarise
+from hf_cocodc.tools.report.summary import data_parallel_bytes, summarize
 from tests.tools.report.made import a_resumed_run, a_run
 
 TRAINING = {"batch": 4, "data.block_size": 128}
@@ -40,7 +40,7 @@ def journal(
 
 def test_tokens_accuracy_and_time_are_shown(tmp_path: Path) -> None:
     """Of all regions, the seconds of training for their rate, all seconds as the total."""
-    summary = summarise(read_run("run", [journal(tmp_path, 0), journal(tmp_path, 1)]))
+    summary = summarize(read_run("run", [journal(tmp_path, 0), journal(tmp_path, 1)]))
     assert (summary.tokens, summary.tokens_per_s, summary.total_s) == (10 * 512 * 2, 1280, 9.5)
     lines = summary.lines(tmp_path, [])
     assert "held-out accuracy     1.0 % before, 25.0 % after" in lines
@@ -51,17 +51,17 @@ def test_tokens_accuracy_and_time_are_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("training", [{}, {"batch": 4}, {"batch": 4, "data.block_size": "wide"}])
 def test_unknown_tokens_are_not_shown(training: dict[str, Any], tmp_path: Path) -> None:
     """A script's journal does not say how many an inner step has."""
-    summary = summarise(read_run("run", [journal(tmp_path, training=training)]))
+    summary = summarize(read_run("run", [journal(tmp_path, training=training)]))
     assert summary.tokens is None is summary.tokens_per_s
     assert not [line for line in summary.lines(tmp_path, []) if line.startswith("token")]
 
 
 def test_without_times_there_is_no_rate(tmp_path: Path) -> None:
     """A simulation without a clock says how many tokens, and no more."""
-    lines = summarise(read_run("run", [journal(tmp_path, timing="none")])).lines(tmp_path, [])
+    lines = summarize(read_run("run", [journal(tmp_path, timing="none")])).lines(tmp_path, [])
     assert "tokens                10,240 of all regions" in lines
     assert not [line for line in lines if "total time" in line]
-    simulated = summarise(read_run("run", [journal(tmp_path, timing="simulated")]))
+    simulated = summarize(read_run("run", [journal(tmp_path, timing="simulated")]))
     assert "total time            9.5 s of simulated time" in simulated.lines(tmp_path, [])
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_is_resumed_with_another_number_of_regions(
 ) -> None:
     """Each region counts as long as it took part, in the summary and in the report."""
     paths = a_resumed_run(tmp_path, first, then)
-    summary, [run] = summarise(read_run("run", paths[:then])), load([tmp_path])
+    summary, [run] = summarize(read_run("run", paths[:then])), load([tmp_path])
     tokens = 40 * first * 512 + 40 * then * 512
     assert (summary.tokens, run.tokens(80)) == (tokens, tokens)
     assert summary.num_regions == run.num_regions == then
@@ -100,23 +100,23 @@ def test_the_regions_of_a_run_that_goes_on_without_lost_ones_only_since_a_resume
         path.write_text("\n".join(lines) + "\n")
     [run] = load([tmp_path])
     assert run.attendance == {0: [(0, 80)], 1: [(0, 70)]}
-    summary = summarise(read_run("run", [journal.path for journal in run.journals]))
+    summary = summarize(read_run("run", [journal.path for journal in run.journals]))
     assert (summary.tokens, summary.members) == (512 * (80 + 70), "2, 1 from step 70 (region 1 lost)")
 
 
 def test_the_summary_and_the_report_leave_out_the_same_lines(tmp_path: Path) -> None:
     """Those that cannot be read: all others count, also those behind them."""
     path = a_run(tmp_path, regions=1)[0]
-    whole = summarise(read_run("run", [path]))
+    whole = summarize(read_run("run", [path]))
     lines = path.read_text().splitlines()
     at = next(place for place, line in enumerate(lines) if json.loads(line)["kind"] == "land")
     path.write_text("\n".join([*lines[:at], lines[at][:-9], *lines[at + 1 :]]) + "\n")
-    summary, [run] = summarise(read_run("run", [path])), load([tmp_path])
+    summary, [run] = summarize(read_run("run", [path])), load([tmp_path])
     assert sum(summary.outer_steps) == sum(whole.outer_steps) - 1
     assert sum(flight.landed is not None for flight in run.stories[0].flights) == sum(summary.outer_steps)
     assert summary.inner_steps == run.step == 80
     path.write_text("\n".join([lines[0][:-9], *lines[1:]]) + "\n")
-    assert summarise(read_run("run", [path])).inner_steps == 80, (
+    assert summarize(read_run("run", [path])).inner_steps == 80, (
         "not even a damaged start ends in a traceback"
     )
 
@@ -133,5 +133,5 @@ def test_a_run_that_has_diverged_has_a_perplexity(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     [run] = load([tmp_path])
     assert run.journals[0].damaged == []
-    assert "after (global weights)" in (line := summarise(read_run("run", [path])).lines(tmp_path, [])[0])
+    assert "after (global weights)" in (line := summarize(read_run("run", [path])).lines(tmp_path, [])[0])
     assert "1e+200" in line
