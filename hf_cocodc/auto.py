@@ -1,38 +1,18 @@
-"""What `outer_lr: auto` and `outer_momentum: auto` mean: values that follow the number of outer rounds of a run.
+"""What `outer_lr: auto` and `outer_momentum: auto` mean, and a warning where a momentum is too much for a run.
 
-Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and with it an
-outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat
-(`python -m tests.studies rounds`, `methods` and `auto`); docs/evidence/studies.md has their tables. They
-differ from the papers' only where a study has shown that others are better.
+The values come from studies that anyone can repeat: `python -m tests.studies parity`, `momentum`, `methods` and `auto`
+(docs/evidence/studies.md). They were among the best over 10 to 240 outer rounds, from random weights, from trained ones and with
+adapters. Papers train for hundreds or thousands of rounds: their momentum of 0.9 remembers ten.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-from .errors import InputError
 from .resolve import settings
 from .settings import OuterConfig
-from .settings.outer import AUTO, FOLLOWING
+from .settings.outer import AUTO_VALUES, FOLLOWING
 
 MEASURED = 240
 """In runs of up to so many rounds a momentum of 0.9 was seen to cost more than it brings."""
-
-SHORT_RUN: dict[str, dict[str, float]] = {
-    "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
-    "streaming": {"outer_lr": 0.6, "outer_momentum": 0.4},
-    "eager": {"outer_lr": 0.6, "outer_momentum": 0.0},
-    "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
-    "dilocox": {"outer_lr": 0.35, "outer_momentum": 0.0},
-    "cocodc": {"outer_lr": 0.6, "outer_momentum": 0.4},
-    "sparseloco": {"outer_lr": 1.4},
-    "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
-}
-"""By method: what `auto` means; the paper's values for a method that is not here."""
-
-MEDIUM_RUN = 60
-MEDIUM: dict[str, dict[str, float]] = {"diloco": {"outer_lr": 0.7, "outer_momentum": 0.6}}
-"""The same from `MEDIUM_RUN` rounds on, for methods that were measured at 80."""
 
 _MEMORIES = 24
 """A momentum may be too much in runs of at most so many times the rounds that it remembers, 1 / (1 - momentum)."""
@@ -47,38 +27,20 @@ def rounds_of(config: OuterConfig, max_steps: int) -> int:
     return max_steps // int(settings(config)["sync_interval"])  # type: ignore[call-overload]
 
 
-def is_auto(config: OuterConfig) -> bool:
-    """Whether a value still waits for the number of rounds."""
-    return AUTO in (getattr(config, name) for name in FOLLOWING)
-
-
-def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
-    """`config` with numbers for `auto`. Raises InputError if it needs `max_steps` (inner steps) and they are None."""
-    if not is_auto(config):
-        return config
-    if max_steps is None or max_steps <= 0:
-        names = " and ".join(f"outer.{name}" for name in FOLLOWING if getattr(config, name) == AUTO)
-        raise InputError(
-            f"{names}=auto follows the number of outer rounds, and the number of inner steps is not known. Give max_steps, or "
-            "numbers."
-        )
-    return dataclasses.replace(config, **values_for(str(config.method), rounds_of(config, max_steps)))
-
-
 def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     """A warning if the outer momentum cannot work in a run of so many inner steps; None if it can, or if they are unknown."""
     shown = settings(config)
     lr, momentum = (shown.get(name) for name in FOLLOWING)
     method = str(shown["method"])
     if (
-        method not in SHORT_RUN
+        method not in AUTO_VALUES
         or not isinstance(lr, float)
         or not isinstance(momentum, float)
         or not max_steps
     ):
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
-    better = values_for(method, rounds)
+    better = AUTO_VALUES[method]
     is_short = rounds >= 0 and (method in _DELAYED or rounds <= min(round(_MEMORIES * memory), MEASURED))
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
@@ -93,26 +55,3 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
 
 def _reach(values: Mapping[str, float]) -> float:
     return values["outer_lr"] / (1 - values.get("outer_momentum", 0.0))
-
-
-def values_for(method: str, rounds: int) -> dict[str, Any]:
-    """What `auto` means in a run of a method with so many rounds."""
-    papers = {
-        name: value for name, value in settings(OuterConfig(method=method)).items() if name in FOLLOWING
-    }
-    return {**papers, **SHORT_RUN.get(method, {}), **(MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {})}
-
-
-def in_words(method: str, name: str) -> str:
-    """What `auto` means for a setting of a method.
-
-    >>> in_words("diloco", "outer_momentum")
-    'auto: 0, from 60 rounds on 0.6'
-    """
-    words, last = "auto: ", None
-    for rounds in (0, MEDIUM_RUN):
-        value = values_for(method, rounds)[name]
-        if value != last:
-            words += f"{value:g}" if last is None else f", from {rounds} rounds on {value:g}"
-        last = value
-    return words

@@ -14,7 +14,7 @@ from .newer import known
 from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, FOLLOWING, GUARD
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +119,14 @@ def check(config: OuterConfig) -> None:
 
 
 def from_config(config: OuterConfig) -> Method:
-    """The method that `config` describes. Until the rounds are known (`auto.for_rounds`), what is `auto` has its paper's value.
+    """The method that `config` describes.
 
     Raises InputError if the method or a part is unknown, the method does not use a setting, or two values contradict.
     """
     composer, given = _composer(config), config.given()
     _check(composer, given)
     mine, for_codec = _options(config, composer.takes)
-    given = {name: value for name, value in given.items() if name not in FOLLOWING or value != AUTO}
+    given = _numbers(composer, given)
     if demands.is_own(given.get("codec")):
         given["codec"] = parts.own.codec(given["codec"], for_codec)
     method = composer.compose(**given, **mine)
@@ -135,6 +135,12 @@ def from_config(config: OuterConfig) -> Method:
             f"outer.method={composer.name} returns {short(repr(method))}, and no Method (see hf_cocodc/methods.py)."
         )
     return dataclasses.replace(method, name=composer.name) if composer.is_own else method
+
+
+def _numbers(composer: _Composer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, with numbers in place of `auto`."""
+    waiting = [name for name in FOLLOWING if given.get(name) == AUTO]
+    return {**given, **{name: AUTO_VALUES[composer.name][name] for name in waiting}}
 
 
 def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
@@ -193,7 +199,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
     Of a user's own method also its parts, in words: `part.schedule` and so on; of a user's own codec `part.codec`.
     """
     composer = _composer(config)
-    chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **config.given()}
+    chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **_numbers(composer, config.given())}
     chosen["digest_interval"] = config.digest_interval
     for name in ("weights", "on_nonfinite", "nonfinite_rounds"):
         if getattr(config, name) != BEFORE[name]:
@@ -270,13 +276,8 @@ def guard_of(config: OuterConfig) -> Guard | None:
 def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
     """`config` for a run that continues from a checkpoint with the settings `written`.
 
-    Fragments keep their layout: `split_rows`, if not given, has the value of the checkpoint. So has what is `auto`: a run that
-    is made longer keeps the values that it began with.
+    Fragments keep their layout: `split_rows`, if not given, has the value of the checkpoint.
     """
-    began = {name: written[name] for name in FOLLOWING if getattr(config, name) == AUTO and name in written}
-    for name, value in began.items():
-        logger.info("outer.%s=auto is %s, as in the checkpoint. Write a number to change it.", *(name, value))
-    config = dataclasses.replace(config, **began)
     default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
     if config.split_rows is not None or default in (None, theirs):
         return config

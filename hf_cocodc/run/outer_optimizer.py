@@ -15,7 +15,6 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..auto import for_rounds
 from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.synchronizer import Synchronizer
@@ -126,7 +125,7 @@ class OuterOptimizer:
         asked, regions = as_config(config), regions or RegionConfig()
         method = from_config(asked)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-        refuse_unsupported(accelerator, for_rounds(asked, max_steps), bare, has_stages=stage is not None)
+        refuse_unsupported(accelerator, asked, bare, has_stages=stage is not None)
         refuse_second(bare)
         inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=asked.on_nonfinite == "restart"
@@ -457,7 +456,7 @@ class OuterOptimizer:
         Raises:
             CheckpointError: it is of another run, or the model holds other weights.
         """
-        config = for_rounds(continuing(self._asked, saved.facts.settings), self._max_steps)
+        config = continuing(self._asked, saved.facts.settings)
         self._check(saved, settings(config))
         is_alike = layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]
         is_same = is_alike and settings(config) == self.settings

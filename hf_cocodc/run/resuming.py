@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 from torch import nn
 
-from ..auto import for_rounds, too_few_rounds
+from ..auto import too_few_rounds
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather, spread
@@ -173,8 +173,8 @@ def start_point(
 def config_of(
     link: Link, accelerator: Accelerator, asked: OuterConfig, saved: Saved | None, max_steps: int | None
 ) -> OuterConfig:
-    """The run's settings, with values in place of "auto"; those of its checkpoint, if it has one. Warns of what they lose."""
-    config = for_rounds(asked if saved is None else continuing(asked, saved.facts.settings), max_steps)
+    """The run's settings; those of its checkpoint, if it has one. Warns of what they lose."""
+    config = asked if saved is None else continuing(asked, saved.facts.settings)
     for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
         # the settings are equal in all regions: one warning is enough
         if warning is not None and accelerator.is_main_process and link.region == link.members[0]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import __version__
-from ..auto import is_auto
 from ..engine.footprint import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
@@ -172,7 +171,6 @@ def engine_for(
     is_bounded: Callable[[], bool] = lambda: True,
 ) -> Synchronizer:
     """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
-    assert not is_auto(config), "from_config would take the paper's values in silence"
     state = None if saved is None else saved.state
     return Synchronizer(
         model,

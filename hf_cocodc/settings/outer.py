@@ -32,7 +32,18 @@ OF_EVERY_METHOD = (
 
 AUTO = "auto"
 FOLLOWING = ("outer_lr", "outer_momentum")
-"""What `auto` lets follow the number of outer rounds: `hf_cocodc/auto.py`."""
+"""What may be `auto`, together."""
+AUTO_VALUES: dict[str, dict[str, float]] = {
+    "diloco": {"outer_lr": 0.7, "outer_momentum": 0.6},
+    "streaming": {"outer_lr": 0.6, "outer_momentum": 0.4},
+    "eager": {"outer_lr": 0.6, "outer_momentum": 0.0},
+    "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "dilocox": {"outer_lr": 0.35, "outer_momentum": 0.0},
+    "cocodc": {"outer_lr": 0.6, "outer_momentum": 0.4},
+    "sparseloco": {"outer_lr": 1.4},
+    "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
+}
+"""By method: what `auto` means (`hf_cocodc/auto.py` says where it comes from)."""
 
 GUARD: dict[str, float] = {"clip": 3.0, "drop": 6.0, "history": 16}
 """The default of `outer.guard`."""
@@ -68,7 +79,7 @@ class OuterConfig(Settings):
         "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local."
     )
     outer_lr: float | str | None = setting(
-        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, follows the number of outer rounds of the run."
+        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, means values that our studies found."
     )
     outer_momentum: float | str | None = setting("Nesterov momentum of the outer optimizer, or auto.")
     codec: str | None = setting(

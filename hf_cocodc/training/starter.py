@@ -5,12 +5,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ..auto import SHORT_RUN, in_words
 from ..errors import InputError, nearest, shown
 from ..newer import INNER, known
 from ..resolve import settings
 from ..settings import OuterConfig
-from ..settings.outer import AUTO, FOLLOWING
+from ..settings.outer import AUTO, AUTO_VALUES, FOLLOWING
 from ..settings.reading import read_yaml
 from ..settings.recipe import Recipe
 from ..settings.reference import keys
@@ -105,10 +104,10 @@ def starter(
 
 
 def _outer(method: str) -> dict[str, Any]:
-    """The settings of a method, without those that follow from others by default; `auto` where they follow the rounds."""
+    """The settings of a method, without those that follow from others by default; `auto` where our studies found other values."""
     defaults = {name: each.default for name, each in inspect.signature(known()[method]).parameters.items()}
     return {
-        name: AUTO if name in SHORT_RUN.get(method, {}) else value
+        name: AUTO if name in AUTO_VALUES.get(method, {}) else value
         for name, value in settings(OuterConfig(method=method)).items()
         if defaults.get(name, value) is not None
     }
@@ -122,7 +121,7 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
             continue
         meaning = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
         if key in FOLLOWING and value == AUTO:
-            meaning = f"{meaning} {in_words(section['method'], key)}."
+            meaning = f"{meaning} Here {AUTO_VALUES[section['method']][key]:g}."
         yield from _comment(meaning, "  ")
         yield f"  {key}: {scalar(value)}"
     for key, value in _OFFERED.get(name, {}).items():

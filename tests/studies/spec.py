@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_cocodc import OuterConfig
-from hf_cocodc.auto import for_rounds
 from hf_cocodc.errors import InputError, nearest, shown
-from hf_cocodc.settings.outer import AUTO, FOLLOWING
+from hf_cocodc.settings.outer import AUTO, AUTO_VALUES, FOLLOWING
 from hf_cocodc.settings.reading import read_file, read_recipe
 
 Settings = dict[str, Any]
@@ -70,9 +68,7 @@ class Study:
         settings = {**changed(self.base, self.cells[cell], self.arms[arm], chosen), "seed": seed}
         outer = settings["outer"]
         waiting = [name for name in FOLLOWING if outer.get(name) == AUTO]
-        if waiting:
-            found = for_rounds(OuterConfig(**outer), settings["training"]["max_steps"])
-            outer |= {name: getattr(found, name) for name in waiting}
+        outer |= {name: AUTO_VALUES[outer["method"]][name] for name in waiting}
         return settings
 
 

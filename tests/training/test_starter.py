@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from hf_cocodc.auto import SHORT_RUN, for_rounds
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.settings.outer import AUTO, FOLLOWING
+from hf_cocodc.settings.outer import AUTO, AUTO_VALUES, FOLLOWING
 from hf_cocodc.settings.reading import read_yaml
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import building
@@ -31,8 +30,8 @@ def read(text: str) -> Recipe:
 @pytest.mark.parametrize("method", known())
 def test_it_has_the_methods_settings(method: str) -> None:
     recipe = read(starter("m", "d", method=method, num_regions=3))
-    found, papers = settings(for_rounds(recipe.outer, 10**6)), settings(OuterConfig(method=method))
-    assert found == papers | {name: found[name] for name in SHORT_RUN.get(method, {})}
+    found, papers = settings(recipe.outer), settings(OuterConfig(method=method))
+    assert found == papers | {name: found[name] for name in AUTO_VALUES.get(method, {})}
     from_config(recipe.outer)
     assert recipe.regions.count == 3
 
@@ -60,14 +59,16 @@ def test_any_name_is_read_as_it_was_given(model: str, data: str) -> None:
     assert data in (recipe.data.path, recipe.data.builtin)
 
 
-def test_it_follows_the_number_of_rounds() -> None:
-    """With the values in a comment, of each method that this package knows, and only where the method has the setting."""
+def test_it_says_what_auto_means() -> None:
+    """The values in a comment, of each method that this package knows, and only where the method has the setting."""
     text = " ".join(starter("m", "d", method="diloco").replace("#", "").split())
-    assert "auto: 1, from 60 rounds on 0.7. outer_lr: auto" in text
-    assert "auto: 0, from 60 rounds on 0.6. outer_momentum: auto" in text
+    assert "Here 0.7. outer_lr: auto" in text
+    assert "Here 0.6. outer_momentum: auto" in text
     for method in known():
         outer = read(starter("m", "d", method=method)).outer
-        assert {name for name in FOLLOWING if getattr(outer, name) == AUTO} == set(SHORT_RUN.get(method, {}))
+        assert {name for name in FOLLOWING if getattr(outer, name) == AUTO} == set(
+            AUTO_VALUES.get(method, {})
+        )
 
 
 def test_it_writes_over_nothing(
