@@ -159,4 +159,4 @@ def test_auto_stands_for_its_numbers() -> None:
     """In the settings that name a run: what auto means may change."""
     arm = {"outer.outer_lr": "auto", "outer.outer_momentum": "auto"}
     of_arm = study(arms={"first": arm}).settings("", "first", {}, 1)
-    assert of_arm == settings()
+    assert of_arm == settings(outer__outer_lr=0.7, outer__outer_momentum=0.6)
