@@ -57,10 +57,13 @@ def _cli() -> str:
         "",
         *_table("command", "what it does", _summaries(parser())),
     ]
-    for command, made in _commands(parser(), "hf-cocodc"):
-        lines += ["", f"## {command}", "", _sentence(made.description or ""), ""]
-        hidden = ("help", "version")
-        actions = [each for each in made._actions if each.dest not in hidden and not _is_group(each)]
+    for command, summary, made in _commands(parser(), "hf-cocodc"):
+        lines += ["", f"## {command}", "", _sentence(made.description or summary), ""]
+        actions = [
+            each
+            for each in made._actions
+            if each.dest not in hidden and each.help != argparse.SUPPRESS and not _is_group(each)
+        ]
         if actions:
             lines += _table("option", "meaning", [_option(made, action) for action in actions])
     return "\n".join(lines)
@@ -93,7 +96,8 @@ def _option(made: argparse.ArgumentParser, action: argparse.Action) -> tuple[str
     """An option with its value, and what it means."""
     value = ""
     if action.nargs != 0:
-        value = str(action.metavar or (action.dest.upper() if action.option_strings else action.dest))
+        words = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+        value = words if isinstance(words, str) else " ".join(words)
         if action.choices is not None:
             value = "{" + ",".join(map(str, action.choices)) + "}"
         value += " ..." if action.nargs in ("+", "*") else ""

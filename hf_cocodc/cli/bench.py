@@ -98,8 +98,8 @@ def _add_link(benches: Any) -> None:
     link.add_argument(
         "--encrypt",
         action="store_true",
-        help="with a secret of its own, so that what regions send is encrypted; between machines, the secret that you give "
-        "decides",
+        help="encrypt what regions send, with a secret made for this measurement; between machines, it is encrypted "
+        "whenever you give a secret",
     )
     link.add_argument("--region", type=int, help="number of this region (from 0)")
     link.add_argument("--interface", help="network interface of the link, for example wg0")

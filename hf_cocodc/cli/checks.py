@@ -80,8 +80,8 @@ def add_secret(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="file with the secret that the coordinator and its runs share, see hf-cocodc secret new (or the secret in "
-        f"{ENV_SECRET})",
+        help="file with the secret that the coordinator and its runs share (see hf-cocodc secret new); or put the secret itself "
+        f"in {ENV_SECRET}",
     )
 
 

@@ -17,10 +17,10 @@ _OF_FILES = ("recipe", "file")
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "completion",
-        help="print a script for completion in a shell",
-        description="Print a script with which a shell completes the commands, options and files of hf-cocodc. Needs "
+        help="print a shell completion script",
+        description="Print a script that lets a shell complete the commands, options and files of hf-cocodc. Needs "
         "hf-cocodc[completion]. For bash: hf-cocodc completion bash > ~/.local/share/bash-completion/completions/hf-cocodc. For "
-        "zsh: the same for zsh, into a file _hf-cocodc in a folder of $fpath.",
+        "zsh: the same with zsh, into a file _hf-cocodc in a folder of $fpath.",
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     parser.set_defaults(run=run, parser=parser)

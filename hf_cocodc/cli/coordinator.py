@@ -27,16 +27,16 @@ _MOST_LINES = 1000
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "coordinator",
-        help="run the coordinator, where regions meet and which decides who takes part",
-        description="Run the coordinator until you press Ctrl-C. Regions meet there, and it decides who takes part: about "
-        "regions that are lost, join or leave. Every region must be able to reach it. It carries no training traffic. One "
-        "coordinator can serve many runs, also at the same time. While it is away, regions train on; only such changes wait.",
+        help="run the coordinator: regions meet there, and it decides who takes part",
+        description="Run the coordinator until you press Ctrl-C. Regions meet there, and it decides who takes part when "
+        "regions are lost, join or leave. Every region must be able to reach it. It carries no training traffic. One "
+        "coordinator can serve many runs at the same time. While it is away, regions train on; only these decisions wait.",
     )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address of this machine to listen on, for example that of the VPN; 0.0.0.0 for all of them (default: 127.0.0.1, "
-        "which no other machine reaches)",
+        "which no other machine can reach)",
     )
     parser.add_argument(
         "--port", type=int, default=29650, help="port to listen on; 0 takes a free port (default: 29650)"
@@ -47,19 +47,19 @@ def register(subparsers: Any) -> None:
         default=[],
         metavar="FILE",
         help="file with a secret that the coordinator and a run share (hf-cocodc secret new FILE); may be given several times, "
-        f"and there may be one in {ENV_SECRET}. Runs of different secrets do not see each other",
+        f"and there may be one in {ENV_SECRET}. Runs with different secrets do not see each other",
     )
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="serve other machines without a secret: whoever reaches the coordinator can then end or change every run there",
+        help="serve other machines without a secret: anyone who reaches the coordinator can then end or change every run there",
     )
     parser.add_argument(
         "--state",
         type=Path,
         metavar="FILE",
-        help="keep what is decided in this file: a coordinator that is started again with it decides at once. Without it, it "
-        "first waits until all members of a run have called",
+        help="keep decisions in this file: a coordinator that is started again with the file decides at once; without it, the "
+        "coordinator first waits until all members of a run have called",
     )
     parser.add_argument(
         "--assume-lost",
@@ -67,8 +67,8 @@ def register(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="REGION",
-        help="do not wait for this region of a run that this coordinator does not remember: you know that its process has ended "
-        "(may be given several times)",
+        help="do not wait for this region of a run that this coordinator does not remember, because you know that its process "
+        "has ended (may be given several times)",
     )
     parser.add_argument(
         "--relay",
@@ -76,11 +76,11 @@ def register(subparsers: Any) -> None:
         nargs="?",
         const=0,
         metavar="PORT",
-        help="carry the bytes of two regions neither of which reaches the other one; all regions must reach this port, too "
-        "(default: the next one after --port)",
+        help="carry the traffic of regions that cannot reach each other; all regions must reach this port, too (default: the "
+        "port after --port)",
     )
     parser.add_argument(
-        "--relay-rate-mbit", type=float, metavar="RATE", help="the most Mbit/s that the relay carries in all"
+        "--relay-rate-mbit", type=float, metavar="RATE", help="highest total rate of the relay, in Mbit/s"
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -19,11 +19,11 @@ WRONG_EXIT = 2
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="look at this machine before a run",
-        description="Look at this machine before a run, with the options of hf-cocodc train: packages, devices, memory, disk, "
-        "data, network, coordinator. Each line is ok, warn or wrong, with a command that mends it ('-': not known here). Doctors "
-        "of several regions compare at the coordinator what they find; with --wait they also call each other. Nothing is "
-        "trained. The exit code is 2 if something is wrong.",
+        help="check this machine before a run",
+        description="Check this machine before a run, with the options of hf-cocodc train: packages, devices, memory, disk, "
+        "data, network, coordinator. Each line is ok, warn or wrong, with a command that fixes the problem ('-': not known "
+        "here). Doctors of several regions compare their findings at the coordinator; with --wait they also call each other. "
+        "Nothing is trained. The exit code is 2 if something is wrong.",
     )
     add_recipe(parser)
     parser.add_argument(
@@ -38,7 +38,7 @@ def register(subparsers: Any) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds to wait for the doctors of the other regions, to call them (default: 0, only compare)",
+        help="seconds to wait for the doctors of the other regions, so that they can call each other (default: 0, only compare)",
     )
     add_secret(parser)
     add_json(parser, "what was found")

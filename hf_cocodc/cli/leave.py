@@ -14,9 +14,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "leave",
         help="let a region leave a run in good order",
-        description="Ask a region to leave a run. It sends what it has trained, the others take that in and train on without it, "
-        "and its process ends with exit code 0. It can come back (hf-cocodc train --join). Only in runs with regions.min or "
-        "regions.on_loss=continue.",
+        description="Ask a region to leave a run. It sends what it has trained, the others apply that and train on without it, "
+        "and its process ends with exit code 0. It can rejoin later (hf-cocodc train --join). Works only in runs with "
+        "regions.min or regions.on_loss=continue.",
     )
     parser.add_argument("--region", type=int, required=True, help="number of the region")
     add_place(parser)

@@ -27,8 +27,8 @@ def register(subparsers: Any) -> None:
         usage="%(prog)s [RECIPE] [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="find settings that suit a link, and forecast a run",
         description="Forecast a recipe over a link, with every method and codec: utilization, waiting, bytes, staleness, memory, "
-        "time, dollars; and find the settings that reach --target with the least staleness. In place of a recipe, --params gives "
-        "the size of a model. It trains nothing, unless --measure is given; then arguments after -- go to accelerate launch.",
+        "time and dollars. Find the settings that reach --target with the least staleness. In place of a recipe, --params gives "
+        "the size of a model. Nothing is trained unless you give --measure; arguments after -- then go to accelerate launch.",
     )
     add_recipe(parser, is_needed=False)
     parser.add_argument(
@@ -38,14 +38,14 @@ def register(subparsers: Any) -> None:
         "--steps", type=int, help="inner steps of the run (default: training.max_steps of the recipe)"
     )
     parser.add_argument("--rtt-ms", type=float, help="round trip of the link in ms")
-    parser.add_argument("--rate-mbit", type=float, help=f"{RATE}; of several regions, the slowest")
+    parser.add_argument("--rate-mbit", type=float, help=f"{RATE}; if regions differ, that of the slowest")
     parser.add_argument(
         "--down-mbit",
         type=float,
-        help="rate at which a region receives, in Mbit/s, if one receives more slowly than the others send",
+        help="rate at which a region receives, in Mbit/s, if that is lower than the rate at which the others send",
     )
     parser.add_argument(
-        "--link", type=Path, metavar="FILE", help="round trip and rate from: bench link --json FILE"
+        "--link", type=Path, metavar="FILE", help="round trip and rate from hf-cocodc bench link --json FILE"
     )
     parser.add_argument(
         "--loss", type=float, default=0.0, help="probability that a packet is lost (default: 0)"
@@ -68,7 +68,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--prices",
         metavar="CLOUD[,CLOUD...]",
-        help="the clouds' list prices in place of --usd-per-gb, one cloud for all regions or one for each: aws, aws-regions "
+        help="cloud list prices in place of --usd-per-gb: one cloud for all regions, or one for each: aws, aws-regions "
         "(between its regions), azure, gcp, gcp-standard, gcp-regions, oracle",
     )
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's, or 2)")
@@ -76,7 +76,7 @@ def register(subparsers: Any) -> None:
         "--target",
         type=float,
         default=0.95,
-        help="share of the time in which inner steps are made (default: 0.95)",
+        help="share of the time to spend on inner steps (default: 0.95)",
     )
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recipe with these settings to this file"

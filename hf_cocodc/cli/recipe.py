@@ -20,12 +20,12 @@ def register(subparsers: Any) -> None:
     new = commands.add_parser(
         "new",
         help="write a recipe with a comment on each line",
-        description="Write a recipe for a model and a data set, with a comment on each line. It trains as it is on a machine "
-        "like this one: bf16 is true if this machine has a GPU for it.",
+        description="Write a recipe for a model and a data set, with a comment on each line. It trains as it stands on a "
+        "machine like this one: bf16 is true if this machine has a GPU for it.",
     )
     new.add_argument("file", help="file to write; - for the terminal")
     new.add_argument(
-        "--model", required=True, help="folder or name on the Hub of trained weights with their tokenizer"
+        "--model", required=True, help="trained weights with their tokenizer: a folder, or a name on the Hub"
     )
     new.add_argument(
         "--data",
@@ -45,7 +45,7 @@ def register(subparsers: Any) -> None:
     keys = commands.add_parser(
         "keys",
         help="list all keys of a recipe",
-        description="List all keys of a recipe: default or kind of value, and meaning.",
+        description="List all keys of a recipe, with the default or the kind of value, and the meaning.",
     )
     keys.add_argument("--markdown", action="store_true", help="as a list in Markdown")
     keys.set_defaults(run=_keys, parser=keys)

@@ -17,8 +17,8 @@ def register(subparsers: Any) -> None:
         "report",
         help="write one page about runs: losses, who waited for whom, what was sent",
         description="Write one HTML page about one run, or about several runs side by side, from the journals of their regions: "
-        "losses, a timeline of regions and transfers, what the time went into, bandwidth, staleness, norms, settings. Runs may "
-        "still train. The page needs no network and has no script. Folders with regions of one run make one run.",
+        "losses, a timeline of regions and transfers, how time was spent, bandwidth, staleness, norms, settings. Runs may still "
+        "be training. The page needs no network and has no script. Folders with regions of one run become one run.",
     )
     parser.add_argument(
         "folders",
@@ -35,8 +35,8 @@ def register(subparsers: Any) -> None:
         metavar=("FROM", "TO"),
         nargs=2,
         type=float,
-        help="draw the transfers of these seconds since the start one by one, instead of those around the longest wait, in the "
-        "middle and at the end",
+        help="draw each transfer between these two times, in seconds since the start, instead of those around the longest wait, "
+        "in the middle and at the end",
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -13,8 +13,8 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "secret",
         help="make the secret that the regions of a run share",
-        description="The secret is 32 random bytes, as 64 hex digits. Whoever has it takes part; nobody else can, nor read what "
-        "regions and coordinator send each other.",
+        description="The secret is 32 random bytes, as 64 hex digits. Anyone who has it can take part. Nobody else can take "
+        "part, or read what regions and coordinator send each other.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     new = actions.add_parser("new", help="make a new one")
@@ -22,7 +22,7 @@ def register(subparsers: Any) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="a new file for it, which only you may read (default: print it)",
+        help="new file for the secret, which only you may read (default: print the secret)",
     )
     new.set_defaults(run=run, parser=new)
 

@@ -21,12 +21,12 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show who takes part in a run",
-        description="Show who takes part in the runs at a coordinator, how far each region is, and who waits for whom. What it "
-        "shows of a region is about a second old. How far a region is behind is shown only where it is more than regions make "
-        "in that time.",
+        description="Show who takes part in the runs at a coordinator, how far each region is, and who waits for whom. The "
+        "figures are about a second old, so a region is shown as behind only if it lags by more steps than regions make in that "
+        "time.",
     )
     add_place(parser)
-    add_json(parser, "the figures, a list of runs,")
+    add_json(parser, "the figures (a list of runs)")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -37,7 +37,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="run_name",
         metavar="NAME",
-        help="name of the run, if the coordinator has several; as a rule, the name of the output folder",
+        help="name of the run, if the coordinator has several; usually the name of the output folder",
     )
     add_secret(parser)
 

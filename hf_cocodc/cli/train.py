@@ -52,20 +52,20 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint that is good in every region, or from the start if there is none; where others "
-        "train on without a lost region, join them instead",
+        help="continue from the newest checkpoint that is good in every region, or from the start if there is none; if the "
+        "others have trained on without this region, join them instead",
     )
     parser.add_argument(
         "--join",
         action="store_true",
-        help="enter a run that is training, or come back to it: as --region, or else as the lowest number that is free; needs "
-        "--coordinator, and regions.min or regions.on_loss=continue in every region",
+        help="join or rejoin a run that is training, as --region or else as the lowest free number; needs --coordinator, and "
+        "regions.min or regions.on_loss=continue in every region",
     )
     add_secret(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything, print what would be started, and start and write nothing",
+        help="check everything and print what would be started, but start and write nothing",
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -16,198 +16,198 @@ class LineKind:
 LINE_KINDS = (
     LineKind(
         ("start", "resume"),
-        "training begins, or goes on from a checkpoint.",
+        "training begins, or continues from a checkpoint.",
         {
             "region": "number of the region that writes.",
             "num_regions": (
-                "regions that take part; of a region that comes to others that train: that may take part "
-                "at most."
+                "number of regions that take part; for a region that joins a run that is training: the most that "
+                "may take part."
             ),
-            "num_params": "values of all parameters that are synchronized.",
-            "num_fragments": "fragments of them.",
+            "num_params": "number of values in all parameters that are synchronized.",
+            "num_fragments": "number of fragments that they form.",
             "max_steps": "inner steps of the whole run; null if unknown.",
-            "timing": "what seconds are: measured, simulated or none.",
+            "timing": "where times come from: measured, simulated or none.",
             "bytes_sent": "bytes that this region has sent so far.",
             "outer": "the settings of the method.",
-            "run": "unique name that regions agree on whenever they meet: a resumed run gets another one.",
+            "run": "unique name that regions agree on whenever they meet; a resumed run gets a new one.",
             "from_region": (
-                "the region whose state it goes on from, because it joins the run or has no checkpoint of "
-                "its own; only then. Its journal is new, or that of the run that it comes back to."
+                "the region whose state this one continues from; only if it joins the run or has no checkpoint of "
+                "its own. The journal is then new, or that of the run that the region comes back to."
             ),
-            "at": "seconds since 1970 by this machine's clock, where time is real.",
-            "versions": "of the packages that numbers may depend on.",
-            "training": "what regions compare of their training and data (`About.facts`).",
+            "at": "seconds since 1970 by this machine's clock; only if times are measured.",
+            "versions": "versions of the packages that numbers may depend on.",
+            "training": "facts about training and data that regions compare (`About.facts`).",
         },
     ),
     LineKind(
         ("log",),
-        "a log of Trainer with a training loss; it also has Trainer's fields.",
+        "Trainer has logged a training loss. The line also has Trainer's own fields.",
         {
             "outer/rounds": "landings divided by the number of fragments.",
-            "outer/loss": "nats, the mean of the regions' training losses, as they came with the last landing.",
-            "outer/staleness": "inner steps from the send of the last landing to the landing.",
-            "outer/outer_grad_norm": "norm of the last mean of outer gradients.",
+            "outer/loss": "mean training loss of the regions in nats, as received with the last landing.",
+            "outer/staleness": "inner steps between the last landing and its send.",
+            "outer/outer_grad_norm": "norm of the last mean outer gradient.",
             "outer/regions": "how many regions counted in the last landing.",
-            "outer/transfer_s": "seconds of the last transfer on the link, once all regions were there.",
+            "outer/transfer_s": "seconds that the link took for the last transfer, after the last region had arrived.",
             "outer/blocked_s": "seconds that training waited for the link, since the start of the run.",
             "outer/bytes_sent": "bytes that this region has sent since the start of the run.",
             "outer/compute_utilization": (
                 "share of the training time (0 to 1) that did not wait for the link; evaluations, saves, "
-                "sends and landings count as used. Report and terminal mean the same by utilization; "
-                "`planning.Course` counts inner steps alone."
+                "sends and landings count as used. The report and the terminal use the same definition; "
+                "`hf-cocodc plan` counts inner steps alone."
             ),
         },
     ),
     LineKind(
         ("evaluate",),
-        "the held-out data was evaluated; it also has Trainer's fields.",
+        "the held-out data was evaluated. The line also has Trainer's own fields.",
         {
-            "weights": "which ones were evaluated: global or local.",
+            "weights": "which weights were evaluated: global or local.",
         },
     ),
     LineKind(
         ("save",),
         (
-            "a checkpoint was written. The line comes with the next one: a run that is resumed from the "
-            "checkpoint does not have it."
+            "a checkpoint was written. This line is written together with the next one, so a run that resumes "
+            "from the checkpoint does not have it."
         ),
         {},
     ),
     LineKind(
         ("send",),
-        "an outer gradient has left.",
+        "an outer gradient was sent.",
         {
             "fragment": "number of the fragment.",
-            "numel": "its values.",
-            "norm": "of this region's outer gradient; null if not finite.",
+            "numel": "number of values in the fragment.",
+            "norm": "norm of this region's outer gradient; null if not finite.",
         },
     ),
     LineKind(
         ("send", "land", "void", "evaluate", "save"),
-        "what each of them took.",
+        "lines of all these kinds also say how long the event took.",
         {
-            "took_s": "seconds for which it held training, up to this line.",
-            "blocked_s": "seconds of these in which training waited for the link.",
+            "took_s": "seconds for which the event held up training, until this line.",
+            "blocked_s": "the part of these seconds in which training waited for the link.",
         },
     ),
     LineKind(
         ("land", "void"),
         (
-            "a mean of outer gradients is here. A void one changed nothing: it was not finite, or could "
+            "a mean of outer gradients has landed. A void mean changed nothing: it was not finite, or could "
             "not be believed."
         ),
         {
             "fragment": "number of the fragment.",
             "sent_at": "inner step of the send.",
             "staleness": "inner steps from the send to the landing.",
-            "outer_grad_norm": "norm of the mean; null in a void one.",
+            "outer_grad_norm": "norm of the mean; null if it is void.",
             "bytes_sent": "bytes that this region sent in this transfer.",
-            "transfer_s": "seconds that the link took, from when the last region came.",
+            "transfer_s": "seconds that the link took, after the last region had arrived.",
             "rested_s": "seconds from the end of the transfer to this line; null if unknown.",
-            "regions": "how many regions counted.",
+            "regions": "how many regions counted in the mean.",
             "members": "numbers of the regions that took part.",
-            "norms": "of their outer gradients, in the order of `members`; null if not finite.",
+            "norms": "norms of their outer gradients, in the order of `members`; null if not finite.",
             "coasted": (
-                "the last inner step that a region had trained, by number; only of regions that have kept "
-                "step without training since."
+                "by region number, the last inner step that the region trained; only for regions that have kept "
+                "step without training since then."
             ),
-            "digest": "checksum of the global params of all regions at the send; only where regions come and go.",
+            "digest": "checksum of the global params at the send; only where regions come and go, if it was compared and equal.",
         },
     ),
     LineKind(
         ("sit_out",),
-        "this region's outer gradient was not finite, and stayed here.",
+        "this region's outer gradient was not finite and was left out of the mean.",
         {
             "fragment": "number of the fragment.",
         },
     ),
     LineKind(
         ("guard",),
-        "outer gradients of a transfer that lands were far out of the ordinary (`outer.guard`).",
+        "the norm guard (`outer.guard`) has acted on a transfer that lands: norms were far from ordinary.",
         {
             "fragment": "number of the fragment.",
             "sent_at": "inner step of the send.",
-            "regions": 'which ones: "clipped", "dropped", or "void" (they make the mean void) by number.',
+            "regions": 'by region number: "clipped", "dropped", or "void" (it made the mean void).',
             "norms": (
-                "of the outer gradients of all that took part, in the order of their numbers; null if not "
-                "finite."
+                "norms of the outer gradients of all regions that took part, in the order of their numbers; null "
+                "if not finite."
             ),
-            "limit": "the ordinary norm that they were held against.",
+            "limit": "the ordinary norm that they were compared with.",
         },
     ),
     LineKind(
         ("begin_anew",),
-        "this region took the global params and a fresh inner optimizer (`outer.on_nonfinite`).",
+        "this region started fresh, with the global params and a fresh inner optimizer (`outer.on_nonfinite`).",
         {
-            "rounds": "how many in a row it had not counted in.",
-            "times": "how often it has begun anew.",
+            "rounds": "for how many rounds in a row it had not counted.",
+            "times": "how often it has started fresh so far.",
         },
     ),
     LineKind(
         ("adopt",),
         "more parameters are synchronized from here on.",
         {
-            "num_params": "values of all parameters, the new ones too.",
-            "num_fragments": "fragments of them.",
-            "averaged": "names of new parameters that began with the mean of the regions.",
-            "created": "names of new parameters that began with region 0's values.",
+            "num_params": "number of values in all parameters, including the new ones.",
+            "num_fragments": "number of fragments that they form.",
+            "averaged": "names of new parameters that started from the mean of the regions.",
+            "created": "names of new parameters that started from region 0's values.",
         },
     ),
     LineKind(
         ("unread",),
         "nobody has trained on a part of the data, because its region was away.",
         {
-            "region": "whose part it is.",
-            "from_step": "the inner step after which it was not read.",
-            "to_step": "the last inner step of which it was not read.",
-            "samples": "how many; null if unknown.",
+            "region": "number of the region whose part it is.",
+            "from_step": "the inner step after which the part was not read.",
+            "to_step": "the last inner step for which it was not read.",
+            "samples": "how many samples nobody has read; null if unknown.",
         },
     ),
     LineKind(
         ("best",),
-        "the run ended with the global weights of its best checkpoint, which is of inner step `step`.",
+        "the run ended with the global weights of its best checkpoint, saved at inner step `step`.",
         {
             "metric": "name of the metric that is best there.",
-            "value": "of the metric.",
+            "value": "value of this metric.",
         },
     ),
     LineKind(
         ("epoch",),
         (
-            "these regions take part from here on. Each writes it when it begins or enters the run, and at"
+            "these regions take part from here on. Each region writes this line when it starts or joins, and at"
             " each change."
         ),
         {
-            "epoch": "how often they have changed.",
+            "epoch": "how often the members have changed so far.",
             "losses": (
-                "how many of those changes were losses. Two regions may see a loss and an arrival in "
-                "another order: only both numbers together say who takes part."
+                "how many of those changes were losses. Two regions may see a loss and a join in different "
+                "orders, so only both numbers together say who takes part."
             ),
-            "members": "numbers of the regions. One that is no longer among them was lost.",
+            "members": "numbers of the regions. One that is no longer among them was lost or has left.",
             "why": "what has changed, in words.",
         },
     ),
     LineKind(
         ("retry",),
-        "an operation on the link is done again without a lost region.",
+        "an operation on the link is repeated without a lost region.",
         {
-            "epoch": "how often members have changed by then.",
+            "epoch": "how often the members have changed by then.",
             "op": "number of the operation.",
             "what": "the operation, in words.",
-            "members": "numbers of the regions that do it again.",
+            "members": "numbers of the regions that repeat it.",
             "why": "who was lost, in words.",
         },
     ),
     LineKind(
         ("late", "left"),
         (
-            "the others go on without a region that is late (`regions.grace_s`), or one has left in good "
+            "the others go on without a region that is late (`regions.grace_s`), or a region has left in good "
             "order."
         ),
         {
             "region": "its number.",
-            "epoch": "how often members have changed by then.",
-            "why": "in words.",
+            "epoch": "how often the members have changed by then.",
+            "why": "the reason, in words.",
         },
     ),
     LineKind(
@@ -215,41 +215,41 @@ LINE_KINDS = (
         "a region is a member from the next inner step on.",
         {
             "region": "its number.",
-            "epoch": "how often members have changed by then.",
-            "donor": "the region that it began from; only in its own journal.",
-            "base": "inner step of what it got there; only in its own journal.",
+            "epoch": "how often the members have changed by then.",
+            "donor": "the region that gave it a snapshot; only in its own journal.",
+            "base": "inner step of that snapshot; only in its own journal.",
         },
     ),
     LineKind(
         ("ways",),
         (
-            "by which way this region is connected to each other one. Each writes it at its beginning, and"
+            "how this region is connected to each of the others. Each region writes this line at the start, and"
             " at each change."
         ),
         {
             "ways": (
-                "by number: direct (the region with the lower number calls the other one), reversed, or "
+                "by region number: direct (the region with the lower number calls the other one), reversed, or "
                 "relayed."
             ),
         },
     ),
     LineKind(
         ("note",),
-        "something that people should know.",
+        "a message for people.",
         {
-            "message": "what.",
+            "message": "its text.",
         },
     ),
     LineKind(
         ("finish",),
-        "the run has come to its end, with the global weights.",
+        "the run has finished, with the global weights.",
         {
             "blocked_s": "seconds that training waited for the link, since the start of the run.",
             "bytes_sent": (
                 "bytes that this region has sent, to all others together, since the start of the run "
                 "(`engine.account.Totals`)."
             ),
-            "sends": "transfers of this region.",
+            "sends": "number of transfers that this region has sent.",
             "digest": "checksum of the global weights.",
         },
     ),
@@ -257,8 +257,8 @@ LINE_KINDS = (
         ("error",),
         "training ended with an error.",
         {
-            "message": "of the error.",
-            "exit_code": "of the command.",
+            "message": "the error message.",
+            "exit_code": "exit code of the command.",
         },
     ),
 )

@@ -60,11 +60,11 @@ class OuterConfig(Settings):
 
     method: Any | str | None = setting(
         f"Method: {', '.join(METHODS[:-1])} or {METHODS[-1]}; or MODULE:NAME, a function of your own that returns a Method. In a "
-        "script also a Method.",
+        "script, it may also be a Method.",
         "diloco",
     )
     options: dict[str, Any] | str | None = setting(
-        "Settings of a method or a codec of your own that have no name here: {k: 32, decay: 0.9}, or k=32,decay=0.9."
+        "Settings of your own method or codec that have no key here: {k: 32, decay: 0.9}, or k=32,decay=0.9."
     )
     sync_interval: int | None = setting("H: each fragment is sent once every H inner steps.")
     num_fragments: int | None = setting("P: number of parts of the model that are sent separately.")
@@ -73,7 +73,7 @@ class OuterConfig(Settings):
         "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only)."
     )
     merge: str | None = setting(
-        "How local params take in global params at a landing: replace, mix, additive or compensate."
+        "How a landing updates the local params: replace, mix, additive or compensate."
     )
     mixing_alpha: float | None = setting(
         "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local."
@@ -91,13 +91,14 @@ class OuterConfig(Settings):
     )
     rank: int | None = setting("Rank r_1 of the low-rank codec.")
     mean: str | None = setting(
-        "Mean of the outer gradients: average, or radial (the mean of their norms times the mean of their directions, for each "
-        "parameter in a block: updates are not shorter with more regions; one more round trip; not for eager)."
+        "Mean of the outer gradients: average, or radial. Radial is the mean of their norms times the mean of their directions, "
+        "for each parameter in a block: updates do not get shorter with more regions. It costs one more round trip, and is "
+        "refused with eager, lowrank, top-k and FSDP2."
     )
     weights: str = setting(
-        "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send / steps that were due); "
-        "or tokens (that it has trained on since the last send). A region that comes into a running run counts by steps at "
-        "first, also with equal.",
+        "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send, divided by the steps "
+        "that were due); or tokens (that it has trained on since the last send). A region that joins a running run counts by "
+        "steps at first, even with equal.",
         "equal",
     )
     device: str = setting(
@@ -135,15 +136,15 @@ class OuterConfig(Settings):
         "restart",
     )
     nonfinite_rounds: int = expert(
-        "Rounds in a row in which a region does not count in full, because its outer gradient is not finite or the guard clips "
-        "or drops it, after which it does what on_nonfinite says. After so many void means in a row all regions stop.",
+        "If a region does not count in full for this many rounds in a row, because its outer gradient is not finite or the guard "
+        "clips or drops it, it does what on_nonfinite says. After as many void means in a row, all regions stop.",
         3,
     )
     guard: dict[str, float] | str | None = expert(
-        "Norm guard: an outer gradient whose norm is more than clip times the ordinary one is scaled down to that; with more "
-        "than drop times it is left out, and if most regions have more, none counts. Ordinary is the larger of two medians: of "
-        "the fragment's last history landings (at the present learning rate), and of the regions now. Default: "
-        "clip=3,drop=6,history=16 (in a recipe {clip: 3, drop: 6, history: 16}); none: no guard."
+        "Norm guard: an outer gradient with more than clip times the ordinary norm is scaled down to clip times that norm. One "
+        "with more than drop times is left out, and if most regions have more, none counts. The ordinary norm is the larger of "
+        "two medians: that of the fragment's last history landings (at the present learning rate), and that of the regions now. "
+        "Default: clip=3,drop=6,history=16 (in a recipe {clip: 3, drop: 6, history: 16}); none: no guard."
     )
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class ModelSection:
     """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
 
     config: dict[str, Any] | None = setting(
-        "Fields of a configuration of transformers, with model_type: a model with random weights."
+        "Fields of a Transformers configuration, with model_type: a model with random weights."
     )
     name_or_path: str | None = setting("A folder or a name on the Hub: a model with trained weights.")
     dtype: str | None = setting(
@@ -73,7 +73,7 @@ class DataSection:
     split: str = setting("Split to train on.", "train")
     eval_split: str = setting("Held-out split.", "test")
     text_column: str = setting("Column that holds the text.", "text")
-    streaming: bool = setting("Read the data set while training, without a copy on the disk.", False)
+    streaming: bool = setting("Read the data set during training, without a copy on the disk.", False)
     block_size: int = setting("Tokens in a sequence: text is packed into blocks of this length.", 1024)
     eval_blocks: int | None = setting("Blocks of the held-out split to evaluate on; all by default.")
 
@@ -93,7 +93,7 @@ class EvaluationSection:
 
     metrics: list[str] = field(
         default_factory=lambda: ["perplexity", "accuracy"],
-        metadata={"help": "Any of perplexity and accuracy (of the next token)."},
+        metadata={"help": "perplexity, accuracy (of the next token), or both."},
     )
     on: str = setting("Weights that are evaluated: global, or local (each region's own).", "global")
 

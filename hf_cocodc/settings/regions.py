@@ -39,14 +39,14 @@ class RegionConfig(Settings):
 
     region: int | None = setting(f"Number of this region, from 0 (environment {ENV_REGION}).")
     count: int | None = setting(
-        f"M: number of regions with which the run begins (environment {ENV_REGIONS})."
+        f"M: number of regions with which the run starts (environment {ENV_REGIONS})."
     )
     coordinator: str | None = setting(
         f"HOST:PORT of the coordinator that all regions reach (environment {ENV_COORDINATOR})."
     )
     run: str | None = setting(
-        f"Name of the run, equal in all its regions: runs of different names can meet at one coordinator (environment "
-        f"{ENV_RUN}). By default the name of the output folder; of the script where there is no output folder."
+        f"Name of the run, equal in all its regions. Runs with different names can share a coordinator (environment {ENV_RUN}). "
+        "By default the name of the output folder, or of the script if there is no output folder."
     )
     secret_file: str | None = setting(
         "File with the secret that the run's regions and their coordinator share (hf-cocodc secret new FILE); or the secret "
@@ -58,28 +58,28 @@ class RegionConfig(Settings):
     )
     port: int | None = setting(
         "TCP port on which this region listens for the other regions: the one to open in a firewall. Each further rank that "
-        "connects (FSDP2) has the next one. By default any that is free."
+        "connects (FSDP2) uses the next port. By default any free port."
     )
     announce: list[str] | str | None = setting(
-        "HOST or HOST:PORT at which other regions reach this one, where that is not its own address and port: behind a router, "
-        "in a container, on a rented machine. A list, or separated by commas; IPv6 in brackets. Of two regions one must reach "
-        "the other one."
+        "HOST or HOST:PORT at which other regions reach this one, if that is not its own address and port: behind a router, in a "
+        "container, on a rented machine. A list, or separated by commas; IPv6 in brackets. Of any two regions, one must reach "
+        "the other."
     )
     connections: int | str | None = setting(
         "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
     )
     rate_limit: float | None = setting(
-        "Highest rate in Mbit/s at which this region sends, an equal part to each other region: nine tenths of the link's rate, "
-        "or less to leave room on a shared link. No limit by default; then packets may be lost before the link."
+        "Highest rate in Mbit/s at which this region sends, divided equally among the other regions: nine tenths of the link's "
+        "rate, or less to leave room on a shared link. By default there is no limit, and packets may be lost before the link."
     )
     congestion: str = setting(
-        "TCP congestion control of the connections that carry transfers. auto: bbr over long ways, where the kernel lets this "
-        "process use it: it keeps a link full that loses packets, and takes more than its share beside others. system: that of "
-        "the machine. Or its name.",
+        "TCP congestion control of the connections that carry transfers. auto: bbr over long distances, if the kernel lets this "
+        "process use it; bbr keeps a link full even if it loses packets, and takes more than its share from other traffic. "
+        "system: the machine's own. Or the name of one.",
         "auto",
     )
     start_timeout_s: float = setting(
-        "Seconds to wait at the start until all regions are there, or until the run trains that this region joins.",
+        "Seconds to wait at the start until all regions are there, or until the run that this region joins is training.",
         600.0,
     )
     timeout_s: float = setting("A region is lost after this many seconds without a heartbeat.", 120.0)
@@ -92,31 +92,31 @@ class RegionConfig(Settings):
     )
     when_one_ends: str = setting(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
-        "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
+        "checkpoint if it was interrupted. finish or stop: always do that. continue: like auto, but the others go on if its "
         "training is over; with on_loss=continue also if it was interrupted.",
         "auto",
     )
     on_loss: str | None = setting(
-        "What the others do when a region is lost: stop, or continue, without it until it comes back. By default continue if "
+        "What the others do when a region is lost: stop, or continue without it until it comes back. By default continue if "
         "min is given, otherwise stop."
     )
     min: int | None = setting(
-        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default, if on_loss is continue."
+        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default if on_loss is continue."
     )
     max: int | None = setting(
-        "Largest number of regions, with those that join; by default count. They are numbered 0 .. max - 1. Needs "
+        "Largest number of regions, including those that join; by default count. They are numbered 0 .. max - 1. Needs "
         "on_loss=continue."
     )
     wait_s: float | None = setting(
-        "Seconds for which fewer regions than min wait for others, before they stop with a checkpoint and exit code 3; "
+        "Seconds that fewer regions than min wait for others before they stop with a checkpoint and exit code 3; "
         f"{WAIT_S:g} by default. Needs on_loss=continue."
     )
     grace_s: float | str | None = setting(
-        "Seconds for which the others wait for a late region before they go on without it, until it has caught up; auto: as "
-        "long as the overlap hides it. By default they wait as long as it is alive. Needs on_loss=continue."
+        "Seconds that the others wait for a straggler before they go on without it until it has caught up; auto: as long as the "
+        "overlap hides the delay. By default they wait as long as it is alive. Needs on_loss=continue."
     )
     join: bool | None = setting(
-        f"Enter a run that is training, as a new region or one that comes back (environment {ENV_JOIN}=1). Needs "
+        f"Join or rejoin a run that is training, as a new or a returning region (environment {ENV_JOIN}=1). Needs "
         "on_loss=continue."
     )
 
