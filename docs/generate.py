@@ -59,18 +59,15 @@ def _cli() -> str:
     ]
     for command, summary, made in _commands(parser(), "hf-cocodc"):
         lines += ["", f"## {command}", "", _sentence(made.description or summary), ""]
-        actions = [
-            each
-            for each in made._actions
-            if each.dest not in hidden and each.help != argparse.SUPPRESS and not _is_group(each)
-        ]
+        actions = [each for each in made._actions if _is_shown(each)]
         if actions:
             lines += _table("option", "meaning", [_option(made, action) for action in actions])
     return "\n".join(lines)
 
 
-def _is_group(action: argparse.Action) -> bool:
-    return isinstance(action, argparse._SubParsersAction)
+def _is_shown(action: argparse.Action) -> bool:
+    is_group = isinstance(action, argparse._SubParsersAction)
+    return action.dest not in ("help", "version") and action.help != argparse.SUPPRESS and not is_group
 
 
 def _groups(made: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
@@ -85,10 +82,12 @@ def _summaries(made: argparse.ArgumentParser) -> list[tuple[str, str]]:
     ]
 
 
-def _commands(made: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _commands(made: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Each command and subcommand: its name, its help in one line, its parser."""
     for group in _groups(made):
+        helps = {each.dest: each.help or "" for each in group._choices_actions}
         for word, each in group.choices.items():
-            yield f"{name} {word}", each
+            yield f"{name} {word}", helps.get(word, ""), each
             yield from _commands(each, f"{name} {word}")
 
 
