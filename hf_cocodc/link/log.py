@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class Marker:
         admitted: tickets of the members that come in with this marker.
         held: whether the members wait for more regions after this step, because they are too few. `members` are then those that
             have said so, and those that come in.
+        newest: step of the newest marker in the log when this one was taken out: how far ahead of its reader the members are.
     """
 
     step: int
@@ -86,6 +87,7 @@ class Marker:
     lost: tuple[int, ...] = ()
     admitted: tuple[int, ...] = ()
     held: bool = False
+    newest: int = field(default=0, compare=False)
 
     num_bytes = 0
 
@@ -142,13 +144,13 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
         kind: type[Item] = {"entry": Entry, "marker": Marker}[name]
         if kind is Marker:
             members = _sorted(Member(*map(whole, member)) for member in content["members"])
-            step, submitted, number, losses = (
-                whole(content[field]) for field in ("step", "submitted", "number", "losses")
+            step, submitted, number, losses, newest = (
+                whole(content[field]) for field in ("step", "submitted", "number", "losses", "newest")
             )
             lost, admitted = (tuple(map(whole, content[field])) for field in ("lost", "admitted"))
             if len(plain[name]) != len(fields(Marker)) or not isinstance(content["held"], bool):
                 raise ValueError("it has other fields")
-            return Marker(step, submitted, number, losses, members, lost, admitted, content["held"])
+            return Marker(step, submitted, number, losses, members, lost, admitted, content["held"], newest)
         entry = Entry(**{**content, "members": _sorted(map(whole, content["members"]))})
         _check(entry)
     except (KeyError, TypeError, ValueError) as error:
@@ -246,11 +248,18 @@ class Log:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._ended, quiet_s)
                 if self._items:
-                    item = self._items.popleft()
+                    item = self._stamped(self._items.popleft())
                     self._bytes -= item.num_bytes
                 elif self._ended:
                     return
             yield item
+
+    def _stamped(self, item: Item) -> Item:
+        """An item as its reader gets it: a marker says how far the members are."""
+        if not isinstance(item, Marker):
+            return item
+        later = (each.step for each in reversed(self._items) if isinstance(each, Marker))
+        return replace(item, newest=next(later, item.step))
 
 
 class Sinks:

@@ -220,7 +220,8 @@ class JoiningRank:
                     raise RunOver(
                         f"{outer.endings.why}: the run ends before this region has caught up with it."
                     )
-                if self._say(lambda session, marker=marker: session.applies(marker), "the way in"):  # type: ignore[misc]
+                steps = round_steps(outer)
+                if self._say(lambda session, m=marker, n=steps: session.applies(m, n), "the way in"):  # type: ignore[misc]
                     break
             except (DonorLost, LeftBehind) as error:
                 logger.warning(

@@ -60,6 +60,8 @@ _LEAVE_WAIT_S = 30.0
 AUTO_GRACE_S = 5.0
 """With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
 _LONGEST_PERIOD_S = 1.0
+_NO_NEARER_S = 30.0
+"""A newcomer that comes no nearer for so long is let in as it is: the link carries its log no faster than the others make it."""
 
 
 class WaitingWords:
@@ -221,6 +223,24 @@ class RegionContext:
         )
 
 
+class Approach:
+    """How a newcomer comes nearer to the members, marker by marker. Once it is let in, they wait for it at their next landing."""
+
+    def __init__(self) -> None:
+        self._least, self._since = math.inf, 0.0
+
+    def is_near(self, gap: int, round_steps: float, now: float) -> bool:
+        """Whether it is less than a round behind, or as near as it comes; `gap`: inner steps.
+
+        >>> approach = Approach()
+        >>> [approach.is_near(gap, 20, now) for gap, now in ((90, 0), (60, 10), (60, 41), (15, 50))]
+        [False, False, True, True]
+        """
+        if gap < self._least:
+            self._least, self._since = gap, now
+        return gap < round_steps or now - self._since > _NO_NEARER_S
+
+
 class RegionSession:
     """The leader's side of a run. `wants` has the newcomers that want a base of this region, `leaves` why it was asked to leave
     (empty if it was not).
@@ -236,7 +256,7 @@ class RegionSession:
         self._donations: dict[Member, Donation] = {}
         self._numbers = cycle(range(STREAMS[0], STREAMS[1] + 1))
         self._from: tuple[Member, Base] | None = None
-        self._ready_at = math.inf
+        self._ready_at, self._approach = math.inf, Approach()
         self._failures: Counter[Member] = Counter()
         self._donors = Donors(context.region, link.post, self._gives, link.stream)
         link.on = self._hear
@@ -302,16 +322,18 @@ class RegionSession:
     def follow(self) -> None:
         """Answer calls from the log of the region that gave the base, which is loaded."""
         assert self._from is not None
-        self._ready_at = math.inf
+        self._ready_at, self._approach = math.inf, Approach()
         self.link.follow(self._from[1].items)
 
-    def applies(self, marker: Marker) -> bool:
-        """Whether this process is a member, once all inner steps up to this marker are made. Raises LeftBehind if it cannot be
-        one, or if it has long been ready and nobody lets it in: somebody knows it no more.
+    def applies(self, marker: Marker, round_steps: float) -> bool:
+        """Whether this process is a member, once all inner steps up to this marker are made. If not, and it is near enough, it
+        asks to be let in. Raises LeftBehind if it cannot be a member, or if it has long been ready and nobody lets it in.
         """
         link, now = self.link, time.monotonic()
         if link.apply(marker):
             return True
+        if not self._approach.is_near(marker.newest - marker.step, round_steps, now):
+            return False
         link.say_ready()
         if link.is_announced or not link.has_coordinator:
             self._ready_at = math.inf

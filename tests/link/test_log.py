@@ -103,7 +103,7 @@ def test_a_log_that_outgrows_its_limit_ends() -> None:
     log = Log(3 * ENTRY.num_bytes)
     assert log(MARKER) and log(ENTRY)
     reader = iter(log)
-    assert next(reader) is MARKER and next(reader) is ENTRY
+    assert next(reader) == MARKER and next(reader) is ENTRY
     assert all(log(ENTRY) for _ in range(3)) and not log.overflowed
     assert not log(ENTRY)
     assert log.overflowed and not log(ENTRY) and list(reader) == []
@@ -139,7 +139,7 @@ def test_calls_and_entries_meet_by_their_names() -> None:
     for item in (ENTRY, replace(ENTRY, op=8), replace(ENTRY, op=9, what="other"), MARKER):
         log(item)
     assert asked.wait() is ENTRY
-    assert following.next_marker(20.0) is MARKER
+    assert following.next_marker(20.0) == MARKER
     assert following.ask("mean", ENTRY.what).wait().op == 8
     following.skip(9)
     unanswered = following.ask("mean", "other")
@@ -160,7 +160,7 @@ def test_entries_that_wait_take_no_more_memory_than_a_bound(monkeypatch: pytest.
         assert log(item)
     wait_until(lambda: following._num_bytes == 3 * ENTRY.num_bytes and not log._items)
     assert [log(ENTRY) for _ in range(5)] == [True] * 4 + [False], "nobody reads the log"
-    assert following.next_marker(20.0) is MARKER
+    assert following.next_marker(20.0) == MARKER
     assert [following.ask("mean", ENTRY.what).wait().op for _ in range(4)] == [8, 9, 10, 11]
     with pytest.raises(LinkError, match="has ended"):
         following.ask("mean", ENTRY.what).wait()
@@ -188,3 +188,16 @@ def test_no_marker_and_no_call_waits_behind_the_bound(ahead: bool, monkeypatch: 
             call = asked.pop(each, None) or following.ask("mean", each)
             assert call._ended.wait(20.0), "it waits for what is not read"
     following.fail(LinkError("the test is over"))
+
+
+def test_a_marker_says_how_far_the_members_are() -> None:
+    """The newest one that is there when it is taken out: its reader is so many steps behind."""
+    log = Log(1 << 20)
+    for step in (4, 8, 12):
+        log(replace(MARKER, step=step))
+    log.close()
+    assert [(each.step, each.newest) for each in log if isinstance(each, Marker)] == [
+        (4, 12),
+        (8, 12),
+        (12, 12),
+    ]

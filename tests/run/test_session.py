@@ -13,6 +13,7 @@ import pytest
 from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.messages import Over, Posted
 from hf_cocodc.errors import LeftBehind, LinkError, RunOver
+from hf_cocodc.link.log import Marker
 from hf_cocodc.net.letters import Member
 from hf_cocodc.run import session as session_module
 from hf_cocodc.run.session import RegionContext, RegionSession
@@ -84,13 +85,27 @@ def test_a_newcomer_that_nobody_lets_in_begins_once_more(monkeypatch: pytest.Mon
     waits = session()
     link: Any = waits.link
     link.apply, link.say_ready = lambda marker: False, lambda: None
-    marker: Any = None
+    marker: Any = SimpleNamespace(step=5, newest=5)
     for link.is_announced, link.has_coordinator in (
         *((False, True), (False, True), (True, True), (False, True), (False, False), (False, True)),
     ):
-        assert not waits.applies(marker)
+        assert not waits.applies(marker, 10)
     with pytest.raises(LeftBehind, match="it has been ready for 100 s, and nobody lets it in"):
-        waits.applies(marker)
+        waits.applies(marker, 10)
+
+
+def test_a_newcomer_far_behind_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members would wait for it: over a slow link, a newcomer that was 100 steps behind cost the others 33 s."""
+    waits = session()
+    now = iter([0.0, 10.0, 20.0, 30.0, 70.0])
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    link: Any = waits.link
+    said: list[int] = []
+    link.is_announced, link.has_coordinator = False, True
+    for step, newest in ((10, 110), (60, 120), (100, 119), (110, 130), (120, 150)):
+        link.apply, link.say_ready = lambda marker: False, lambda step=step: said.append(step)
+        assert not waits.applies(Marker(step, 0, 0, 0, (), newest=newest), 20)
+    assert said == [100, 120]  # less than a round; and as near as it comes
 
 
 def test_a_newcomer_that_has_given_up_gets_no_base() -> None:
