@@ -7,7 +7,7 @@ adapters. Papers train for hundreds or thousands of rounds: their momentum of 0.
 
 from collections.abc import Mapping
 
-from .resolve import settings
+from .resolve import lost_steps, settings
 from .settings import OuterConfig
 from .settings.outer import AUTO_VALUES, FOLLOWING
 
@@ -18,6 +18,8 @@ _MEMORIES = 24
 """A momentum may be too much in runs of at most so many times the rounds that it remembers, 1 / (1 - momentum)."""
 _DELAYED = ("eager", "co2", "dilocox")
 """A delay of one round is worse with momentum: these warn in runs of any length."""
+_FEWEST = 2
+"""We warn of runs with fewer rounds."""
 _TOO_FAR = 1.5
 """We warn if an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
 
@@ -51,6 +53,27 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         "(docs/guides/which-method.md). "
         f"Set {values}, or both to auto; or make more rounds with a smaller outer.sync_interval."
     )
+
+
+def never_seen(config: OuterConfig, max_steps: int | None) -> str | None:
+    """A warning if a run is so short that what regions train hardly reaches the global weights before its end."""
+    if not max_steps or max_steps <= 0 or str(settings(config)["method"]) not in AUTO_VALUES:
+        return None
+    rounds = rounds_of(config, max_steps)
+    if rounds >= _FEWEST:
+        return None
+    interval = settings(config)["sync_interval"]
+    return (
+        f"{max_steps} inner steps are {'one round' if rounds else 'no whole round'} of outer.sync_interval={interval}: until a "
+        "fragment lands for the first time, evaluations show the weights from before training. Lower outer.sync_interval, or "
+        "raise training.max_steps."
+    )
+
+
+def warnings_of(config: OuterConfig, max_steps: int | None) -> list[str]:
+    """What the settings of a run of `max_steps` inner steps (None if unknown) throw away, or do in vain."""
+    found = (lost_steps(config), too_few_rounds(config, max_steps), never_seen(config, max_steps))
+    return [each for each in found if each is not None]
 
 
 def _reach(values: Mapping[str, float]) -> float:

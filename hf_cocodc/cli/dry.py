@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..auto import warnings_of
 from ..errors import InputError
 from ..settings.recipe import Recipe
 from ..training.precheck import outer_in_words
@@ -31,9 +32,11 @@ def free_number(recipe: Recipe, address: str) -> int:
     return free[0]
 
 
-def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: bool) -> None:
+def show(
+    recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: bool, num_params: int | None
+) -> None:
     """Check the folders as a run would, print what it would do, and write nothing. Raises InputError if a folder cannot be
-    written, or another run has it.
+    written, or another run has it. `num_params`: that are trained, if they are known.
     """
     from ..run.lock import refuse_held, region_lock
     from ..tools.doctor.facts import disk
@@ -57,6 +60,7 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
         # a run that a region joins has as many regions as it has by then
         ("would train", f"region {numbers}" if regions.join else f"region {numbers} of {regions.count or 1}"),
         ("from", "the state of the regions that train" if regions.join else start),
+        ("parameters", "known to its region" if num_params is None else f"{num_params:,} to train"),
         ("steps", str(recipe.training.get("max_steps", "by training.num_train_epochs"))),
         ("outer", outer_in_words(recipe)),
         ("coordinator", regions.coordinator or none_given),
@@ -64,6 +68,8 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
         *(("command", _command(each)) for each in planned),
     ]
     print("\n".join(f"{name:<13}{value}" for name, value in rows))
+    for warning in warnings_of(recipe.outer, recipe.training.get("max_steps")):
+        print(f"warning: {warning}")
     print("nothing was started or written; without --dry-run the command starts this")
 
 

@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     comes_back = region is not None and recipe.regions.elastic and trains(state, region)
     if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
-        preflight(recipe, 1 if join else len(regions))
+        num_params = preflight(recipe, 1 if join else len(regions))
     if not part.is_told:
         warn_alone()
     join = join or comes_back
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             assert address is not None
             regions = [dry.free_number(recipe, address)]
         planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
-        dry.show(recipe, planned, machine, options.resume)
+        dry.show(recipe, planned, machine, options.resume, num_params)
         return 0
     with contextlib.ExitStack() as at_end:
         if address is None and has_company:

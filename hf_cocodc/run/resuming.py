@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 from torch import nn
 
-from ..auto import too_few_rounds
+from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather, spread
 from ..link.within import main_says
-from ..resolve import continuing, lost_steps, value_in
+from ..resolve import continuing, value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
@@ -175,9 +175,8 @@ def config_of(
 ) -> OuterConfig:
     """The run's settings; those of its checkpoint, if it has one. Warns of what they lose."""
     config = asked if saved is None else continuing(asked, saved.facts.settings)
-    for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
-        # the settings are equal in all regions: one warning is enough
-        if warning is not None and accelerator.is_main_process and link.region == link.members[0]:
+    if accelerator.is_main_process and link.region == link.members[0]:  # all regions have these settings
+        for warning in warnings_of(config, max_steps):
             logger.warning(warning)
     return config
 

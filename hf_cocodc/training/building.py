@@ -4,12 +4,14 @@ The libraries raise every kind of exception for an unusable value; each becomes 
 """
 
 import contextlib
+import difflib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..errors import CocodcError, InputError, nearest, reason, shown
+from ..errors import CocodcError, InputError, nearest, reason, short, shown
 from ..settings.recipe import Recipe
 
 MUON = "muon"
@@ -94,7 +96,7 @@ def tokenizer(recipe: Recipe) -> Any:
 
     if recipe.tokenizer.builtin == "bytes":
         return byte_tokenizer()
-    with blaming(f"tokenizer.name_or_path={shown(recipe.tokenizer.name_or_path)}"):
+    with blaming(_named("tokenizer.name_or_path", recipe.tokenizer.name_or_path)):
         return AutoTokenizer.from_pretrained(recipe.tokenizer.name_or_path)
 
 
@@ -105,7 +107,7 @@ def model(recipe: Recipe, vocab_size: int) -> Any:
     section = recipe.model
     if section.config is not None:
         return finished(recipe, random_weights(recipe, config(recipe, vocab_size)), vocab_size)
-    with blaming(f"model.name_or_path={shown(section.name_or_path)}"):
+    with blaming(_named("model.name_or_path", section.name_or_path)):
         trained = AutoModelForCausalLM.from_pretrained(section.name_or_path, dtype=_dtype(recipe) or "auto")
     return finished(recipe, trained, vocab_size)
 
@@ -121,10 +123,34 @@ def config(recipe: Recipe, vocab_size: int) -> Any:
             raise InputError(
                 f"model.config.model_type={shown(kind)} is not known.{nearest(kind, list(CONFIG_MAPPING))}"
             )
+        _refuse_misspelled(section.config, CONFIG_MAPPING[kind])
         with blaming("model.config"):
             return AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
-    with blaming(f"model.name_or_path={shown(section.name_or_path)}"):
+    with blaming(_named("model.name_or_path", section.name_or_path)):
         return AutoConfig.from_pretrained(section.name_or_path)
+
+
+def _refuse_misspelled(given: Mapping[str, Any], kind: type) -> None:
+    """Refuse a key that a config does not have, but nearly: Transformers takes any, and builds a model without it."""
+    known: list[str] = []
+    with contextlib.suppress(Exception):  # some need arguments
+        known = dir(kind())
+    for key in given:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if key not in known and close:
+            raise InputError(
+                f"model.config.{short(str(key))} is no setting of {kind.__name__}. Did you mean {close[0]!r}?"
+            )
+
+
+def _named(setting: str, name: str | None) -> str:
+    """A setting that names a folder or a repository, for a message."""
+    here = (
+        ""
+        if name is None or os.path.exists(name)
+        else ", which is no folder here, and thus a name on the Hub"
+    )
+    return f"{setting}={shown(name)}{here}"
 
 
 def random_weights(recipe: Recipe, config: Any) -> Any:

@@ -54,10 +54,11 @@ def check(recipe: Recipe) -> None:
         known_fields("peft", recipe.peft, LoraConfig)
 
 
-def preflight(recipe: Recipe, regions_here: int = 1) -> None:
+def preflight(recipe: Recipe, regions_here: int = 1) -> int | None:
     """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
     Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine.
+    Returns the number of parameters that are trained; None if only a region finds the model.
     """
     check(recipe)
     with _quietly():
@@ -70,6 +71,7 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
         if model is not None or not needs_model:
             with blaming("training"):
                 _optimizer(args, model, building.inner_optimizer(recipe, args, model))
+    return None if model is None else sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 def on_meta(recipe: Recipe) -> Any:

@@ -43,6 +43,7 @@ def test_it_names_the_commands_that_a_run_starts(
     assert train("--resume", "--dry-run", "--set", "regions.count=3") == 0
     said = capsys.readouterr().out
     assert "would train  region 0, 1, 2 of 3\n" in said
+    assert "parameters   1,0" in said and " to train\n" in said
     assert "from         the newest checkpoint that is good in every region" in said
     assert "method=diloco, sync_interval=20, num_fragments=1" in said
     assert "folder       out/region-2" in said

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.auto import MEASURED, too_few_rounds
+from hf_cocodc.auto import MEASURED, too_few_rounds, warnings_of
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
@@ -148,6 +148,18 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
         better = " and ".join(f"outer.{name}={value:g}" for name, value in values.items())
         assert f"inner steps are {steps // 10 if steps else 0}. In so short a run" in said
         assert better in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(60, "60 inner steps are no whole round of outer.sync_interval=100"), (199, "are one round"), (200, None)],
+)
+def test_a_run_of_hardly_any_round_is_said(steps: int, said: str | None) -> None:
+    """Its held-out loss stays as it was before training, and nothing else tells why."""
+    found = " ".join(warnings_of(OuterConfig(method="streaming", outer_lr=0.6, outer_momentum=0.4), steps))
+    assert (said is None) == (found == "")
+    assert said is None or (said in found and "Lower outer.sync_interval" in found)
+    assert not warnings_of(OuterConfig(method=f"{__name__}:own"), steps)
 
 
 def test_the_first_region_alone_warns(caplog: pytest.LogCaptureFixture) -> None:

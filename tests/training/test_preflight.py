@@ -49,6 +49,10 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.config.attention_dropout=5.0", "the model cannot compute: dropout probability"),
         ("model.config.hidden_act=gellu", "model.config: 'gellu' is not known"),
         (
+            "model.config.hiden_size=192",
+            "model.config.hiden_size is no setting of LlamaConfig. Did you mean 'hidden_size'?",
+        ),
+        (
             "model.config.model_type=lama",
             "model.config.model_type='lama' is not known. Did you mean 'llama'?",
         ),

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...auto import too_few_rounds
-from ...resolve import lost_steps, settings
+from ...auto import warnings_of
+from ...resolve import settings
 from ...settings import OuterConfig
 from ..bench.report import BenchReport, Row
 from ..report.summary import describe
@@ -202,8 +202,7 @@ def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[
 
 def _warnings(chosen: Forecast, steps: int | None) -> list[str]:
     """What the mean hides, and what the settings throw away."""
-    warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, steps)
-    lines = [f"warning: {each}" for each in warnings if each is not None]
+    lines = [f"warning: {each}" for each in warnings_of(chosen.config, steps)]
     if chosen.course.utilization - chosen.worst > _NOTABLE:
         lines.append(
             f"losses: which packets get lost is chance. The worst of {TRIALS} trials uses {chosen.worst:.1%} of the time."
