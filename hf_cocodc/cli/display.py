@@ -80,7 +80,7 @@ class Display:
     def lose(self, region: int, line: str) -> None:
         """Show `line`, and from now on nothing of a lost region, except what it writes when it is back."""
         self._lost.add(self._regions.index(region))
-        self._say(line)
+        self.say(line)
 
     @property
     def has_trained(self) -> bool:
@@ -134,10 +134,10 @@ class Display:
             if event["kind"] == "evaluate" and index == self._speaker() and not is_history:
                 self._say_evaluation(event)
         if self._resumed and events and index == 0 and not is_history and self._start_step is not None:
-            self._say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
+            self.say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
             self._start_step = None
         while self._notes[index]:
-            self._say(self._notes[index].pop(0))
+            self.say(self._notes[index].pop(0))
 
     def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
         """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run."""
@@ -236,7 +236,7 @@ class Display:
     def _say_news(self, index: int, news: Sequence[str]) -> None:
         """Say what a region has said since the last call."""
         for each in news[self._num_news[index] :]:
-            self._say(f"region {self._regions[index]} {each}")
+            self.say(f"region {self._regions[index]} {each}")
         self._num_news[index] = len(news)
 
     def _say_members(self, event: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ class Display:
             why = f" ({short(event['why'], 200)})" if event.get("why") else ""
             members = event["members"]
             who = "only region" if len(members) == 1 else f"{len(members)} regions:"
-            self._say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
+            self.say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:
         shown = ", ".join(
@@ -254,9 +254,10 @@ class Display:
             for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
             if event.get(name) is not None
         )
-        self._say(f"step {event['step']}: held out, {event.get('weights', 'global')} weights: {shown}")
+        self.say(f"step {event['step']}: held out, {event.get('weights', 'global')} weights: {shown}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Show a line above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stdout)
         else:

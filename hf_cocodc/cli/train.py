@@ -196,11 +196,18 @@ def _train(
             )
             display.lose(lost.region, f"{line}\n    {way_back(options, lost.region, address)}")
 
+    def tell(failed: launch.RegionProcess, left_s: float) -> None:
+        """Say why nothing trains."""
+        display.say(
+            f"region {failed.region} has ended ({loss_in_words(failed)}) before all regions had begun to train. The others are "
+            f"ended within {left_s:.0f} s."
+        )
+
     try:
         _on_signals(_interrupt)
         for number in early:
             _interrupt(number, None)
-        failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
+        failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None, tell)
     except Interrupted as interrupted:
         is_in = any(each.has_trained for each in processes)
         ended = _in_words(recipe.regions, regions, is_in)

@@ -39,6 +39,7 @@ PATIENCE_S = 600.0
 """Time for a last checkpoint: without a coordinator, regions learn of a signal only with a transfer, up to a round later."""
 
 GRACE_S = 30.0
+_SAY_AFTER_S = 5.0
 _CHECK_S = 0.2
 _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -297,15 +298,18 @@ def watch(
     show: Callable[[], None],
     timeout_s: float,
     lose: Callable[[RegionProcess], None] | None = None,
+    tell: Callable[[RegionProcess, float], None] = lambda failed, left_s: None,
 ) -> list[RegionProcess]:
     """Wait for all regions and call `show` meanwhile; return the regions that failed, in the order in which they did.
 
     After a failure the others have time to notice it (`timeout_s`) and to save, before they are ended. If they can go on
-    without a lost region, `lose` is called with it. Before they train they cannot: they wait for all.
+    without a lost region, `lose` is called with it. Before they train they cannot: they wait for all. If they then have not
+    ended after a while, `tell` is called with the first that failed, and the seconds until they are ended.
     """
     failed: list[RegionProcess] = []
     lost: list[RegionProcess] = []
     deadline = math.inf
+    say_at: float | None = None
     while True:
         ended = [each for each in processes if each.has_ended]
         show()
@@ -321,7 +325,13 @@ def watch(
                     lose(each)
             deadline = math.inf
         elif failed:
-            deadline = min(deadline, time.monotonic() + timeout_s + GRACE_S)
+            now = time.monotonic()
+            deadline = min(deadline, now + timeout_s + GRACE_S)
+            if say_at is None:
+                say_at = now + _SAY_AFTER_S
+            if say_at <= now:
+                tell(failed[0], deadline - now)
+                say_at = math.inf
         if time.monotonic() > deadline:
             stop(processes)
         time.sleep(_CHECK_S)

@@ -22,7 +22,7 @@ reveal_type(OuterConfig(sync_interval=5).sync_interval)
 reveal_type(RegionConfig().to_dict())
 OuterConfig(sync_interval="five")
 OuterConfig(sync_intervall=5)
-hf_cocodc.OuterOptimizer
+hf_cocodc.OuterOptimzer
 simulate(5)
 """
 
@@ -42,7 +42,7 @@ def test_a_users_script_is_checked(tmp_path: Path) -> None:
             'error: Argument "sync_interval" to "OuterConfig" has incompatible type "str"; expected "int | None"',
         ),
         (7, 'error: Unexpected keyword argument "sync_intervall" for "OuterConfig"'),
-        (8, 'error: Module has no attribute "OuterOptimizer"'),
+        (8, 'error: Module has no attribute "OuterOptimzer"'),
         (9, "error: "),
     ):
         assert f"script.py:{line}: {words}" in said, said

@@ -152,7 +152,11 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [(60, "60 inner steps are no whole round of outer.sync_interval=100"), (199, "are one round"), (200, None)],
+    [
+        (60, "60 inner steps are no whole round of outer.sync_interval=100"),
+        (199, "are one round"),
+        (200, None),
+    ],
 )
 def test_a_run_of_hardly_any_round_is_said(steps: int, said: str | None) -> None:
     """Its held-out loss stays as it was before training, and nothing else tells why."""

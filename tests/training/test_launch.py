@@ -155,14 +155,19 @@ def test_regions_that_cannot_go_on_are_ended(
     trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one is lost before the others train; and in a run that ends with a lost region."""
-    monkeypatch.setattr(launch, "GRACE_S", 0.3)
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    monkeypatch.setattr(launch, "_SAY_AFTER_S", 0.1)
+    told: list[int] = []
     regions = [
         a_region(tmp_path, 0, "time.sleep(600)", trains),
         a_region(tmp_path, 1, "sys.exit(2)", trains),
     ]
     lose = None if trains else lambda lost: pytest.fail("nobody goes on")
-    failed = launch.watch(regions, lambda: None, timeout_s=0, lose=lose)
+    failed = launch.watch(
+        regions, lambda: None, timeout_s=0, lose=lose, tell=lambda each, left_s: told.append(each.region)
+    )
     assert failed == [regions[1], regions[0]]
+    assert told == [1]  # a person who looks at the terminal must not wait for the end to know
     assert regions[0].process.returncode < 0
 
 

@@ -72,11 +72,9 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, in words, of what is known."""
         times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
-        ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
-        sent = (
-            f"{amount(self.bytes_sent)}; data-parallel training would have sent {amount(self.data_parallel_bytes)} "
-            f"({ratio:.0f} times as much)"
-        )
+        sent = f"{amount(self.bytes_sent)}; data-parallel training would have sent {amount(self.data_parallel_bytes)}"
+        if self.bytes_sent:  # a region that was alone has sent nothing
+            sent += f" ({self.data_parallel_bytes / self.bytes_sent:.0f} times as much)"
         each = "" if self.members else f" in each of {self.num_regions} region(s)"
         void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
         rows = [
