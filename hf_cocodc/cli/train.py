@@ -199,8 +199,8 @@ def _train(
     def tell(failed: launch.RegionProcess, left_s: float) -> None:
         """Say why nothing trains."""
         display.say(
-            f"region {failed.region} has ended ({loss_in_words(failed)}) before all regions had begun to train. The others are "
-            f"ended within {left_s:.0f} s."
+            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it; they are ended within "
+            f"{left_s:.0f} s."
         )
 
     try:
