@@ -199,7 +199,7 @@ def _train(
     def tell(failed: launch.RegionProcess, left_s: float) -> None:
         """Say why nothing trains."""
         display.say(
-            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it; they are ended within "
+            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: they end within "
             f"{left_s:.0f} s."
         )
 
