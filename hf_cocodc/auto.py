@@ -1,7 +1,7 @@
 """What `outer_lr: auto` and `outer_momentum: auto` mean, and a warning where a momentum is too much for a run.
 
-The values come from studies that anyone can repeat: `python -m tests.studies parity`, `momentum`, `methods` and `auto`
-(docs/evidence/studies.md). They were among the best over 10 to 240 outer rounds, from random weights, from trained ones and with
+The values come from studies that anyone can repeat: `python -m tests.studies parity`, `methods`, `rounds` and `auto`
+(docs/evidence/studies.md). They were among the best over 10 to 120 outer rounds, from random weights, from trained ones and with
 adapters. Papers train for hundreds or thousands of rounds: their momentum of 0.9 remembers ten.
 """
 

@@ -40,7 +40,7 @@ AUTO_VALUES: dict[str, dict[str, float]] = {
     "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "dilocox": {"outer_lr": 0.35, "outer_momentum": 0.0},
     "cocodc": {"outer_lr": 0.6, "outer_momentum": 0.4},
-    "sparseloco": {"outer_lr": 1.4},
+    "sparseloco": {"outer_lr": 2.0},
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
 """By method: what `auto` means (`hf_cocodc/auto.py` says where it comes from)."""
