@@ -35,7 +35,7 @@ def test_the_documented_bytes_are_the_engines() -> None:
     assert set(kept.values()) == {8}
     assert f"host: 8 (`dilocox` {lowrank[0]})" in text
     assert f"host: {min(each.values()):.0f} to {max(each.values()):.0f} (`dilocox` {lowrank[1]})" in text
-    assert f"A transfer of `sparseloco` takes {tiles} on the host" in text
+    assert f"A transfer of `sparseloco` takes {tiles} bytes a parameter on the host" in text
 
 
 @pytest.mark.parametrize("name", known())

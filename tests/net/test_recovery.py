@@ -24,7 +24,7 @@ from hf_cocodc.net.letters import Introduction, Whereabouts
 from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, stream_verdict, verdict
 from hf_cocodc.net.view import View
 from hf_cocodc.net.wire import Wire
-from tests.link.memory import at_once, connect, wait_until
+from tests.link.memory import PATIENCE_S, at_once, connect, wait_until
 from tests.secret import secret
 
 HOST = "127.0.0.1"
@@ -86,11 +86,12 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
         ends = [stream.connection for stream in streams]
         waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
         ends[1 - closes].receive(waits)
-        ends[closes]._broken = lambda connection: None  # it does not come back
+        broken = threading.Event()
+        ends[closes]._broken = lambda connection: broken.set()  # it does not come back by itself
         socket_of = ends[closes]._socket
         assert socket_of is not None
         socket_of.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: ends[closes].broken_at < math.inf)
+        assert broken.wait(PATIENCE_S)  # the other end may have brought it back by now
         ends[closes].close()
         with pytest.raises(ConnectionLost):
             waits.wait(5.0)
