@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from canvas import BLUE, INK, MUTED, ORANGE, RULE, TEAL, Canvas
 
-if TYPE_CHECKING:
-    from tests.studies.statistics import Interval
-
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence"
-LEAST_SEEDS = 4
-sys.path.insert(0, str(ROOT))  # for tests.studies
+
+
+class Gap(NamedTuple):
+    """A difference of losses, and half of its interval."""
+
+    mean: float
+    half: float
 
 
 class Series(NamedTuple):
@@ -25,30 +26,21 @@ class Series(NamedTuple):
 
     regions: int
     is_trained: bool
-    points: dict[int, Interval]
+    points: dict[int, Gap]
 
 
 def measured_gaps() -> list[Series]:
-    """The gaps of the study `parity`, of the cells that have four seeds or more in both arms."""
-    from tests.studies import spec
-    from tests.studies.conduct import found_in, made_by
-    from tests.studies.lines import Lines
-    from tests.studies.tables import rows_of
-
-    study = spec.read(ROOT / "tests" / "studies" / "specs" / "parity.yaml")
-    lines = Lines(EVIDENCE / "studies" / "runs.jsonl", print)
-    found = found_in(study, lines, made_by(study))
-    lines.close()
+    """The gaps in the tables of the study `parity`."""
+    text = (EVIDENCE / "studies" / "parity.md").read_text(encoding="utf-8")
     series: dict[tuple[int, bool], Series] = {}
-    for cell in study.cells:
-        named = re.fullmatch(r"(?:M=(\d+), )?(from scratch|trained start), (\d+) rounds", cell)
-        assert named is not None, f"cell {cell!r} has no place in the picture"
-        if any(len(found.compare.get((cell, arm), {})) < LEAST_SEEDS for arm in study.arms):
+    for cell in text.split("\n## ")[1:]:
+        title = re.match(r"(?:M=(\d+), )?(from scratch|trained start), (\d+) rounds\n", cell)
+        row = re.search(r"^\| diloco \| .*?\*{0,2}([+-][\d.]+) ± ([\d.]+)", cell, flags=re.MULTILINE)
+        if title is None or row is None:
             continue
-        regions, is_trained = int(named[1] or 4), named[2] == "trained start"
-        gap = next(row.to_parallel for row in rows_of(study, found, cell) if row.to_parallel is not None)
+        regions, is_trained = int(title[1] or 4), title[2] == "trained start"
         line = series.setdefault((regions, is_trained), Series(regions, is_trained, {}))
-        line.points[int(named[3])] = gap
+        line.points[int(title[3])] = Gap(float(row[1]), float(row[2]))
     order = {4: 0, 2: 1, 8: 2}
     return sorted(series.values(), key=lambda each: (order.get(each.regions, each.regions), each.is_trained))
 
@@ -62,12 +54,7 @@ def gap(series: Sequence[Series]) -> Canvas:
     )
     left, right, top, bottom = 84.0, 596.0, 84.0, 384.0
     rounds = sorted({count for each in series for count in each.points})
-    ends = [
-        gap.mean + way * (gap.half or 0.0)
-        for each in series
-        for gap in each.points.values()
-        for way in (-1, 1)
-    ]
+    ends = [gap.mean + way * gap.half for each in series for gap in each.points.values() for way in (-1, 1)]
     step = _tick(max(*ends, 0.0) - min(*ends, 0.0))
     low, high = math.floor(min(*ends, 0.0) / step), math.ceil(max(*ends, 0.0) / step)
     wide = math.log(max(rounds) / min(rounds)) or 1.0
@@ -101,12 +88,10 @@ def gap(series: Sequence[Series]) -> Canvas:
         places = {count: (across(count) + aside, up(gap.mean)) for count, gap in sorted(line.points.items())}
         canvas.line(*places.values(), color=color, width=2, stroke_dasharray=dashes)
         for count, (x, y) in places.items():
-            half = line.points[count].half
-            if half is not None:
-                mean = line.points[count].mean
-                canvas.line((x, up(mean - half)), (x, up(mean + half)), color=color, width=1.5)
-                for edge in (up(mean - half), up(mean + half)):
-                    canvas.line((x - 4, edge), (x + 4, edge), color=color, width=1.5)
+            mean, half = line.points[count]
+            canvas.line((x, up(mean - half)), (x, up(mean + half)), color=color, width=1.5)
+            for edge in (up(mean - half), up(mean + half)):
+                canvas.line((x - 4, edge), (x + 4, edge), color=color, width=1.5)
             canvas.dot(x, y, 4.5, "#fff" if line.is_trained else color, stroke=color, stroke_width=2)
         y = top + 14 + 24 * number
         canvas.line(
