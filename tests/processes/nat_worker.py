@@ -1,6 +1,6 @@
 """One region on a machine of its own: `python -m tests.processes.nat_worker COORDINATOR REGION [PORT [ANNOUNCE]]`.
 
-It meets region 0 or 1, sends it some payloads, a second apart, and prints by which way they are connected.
+It connects to region 0 or 1 and prints "met", sends it some payloads, a second apart, and prints by which way they are connected.
 """
 
 import json
@@ -44,6 +44,8 @@ def main(coordinator: str, number: str, port: str = "0", announce: str = "") -> 
             announce=(lambda own: regions.addresses(own, lane=0)) if announce else None,
         )
         link = TcpLink(client, terms, wire, {}, timeout_s=TIMEOUT_S)
+        sys.stdout.write("met\n")
+        sys.stdout.flush()
         told = []
         for second in range(SECONDS):
             flat = torch.full((NUMEL,), float(region + second))

@@ -208,7 +208,10 @@ def test_a_router_that_forgets_all_connections_costs_no_bit(network: Network) ->
             network.start(machine, "tests.processes.nat_worker", address, str(region))
             for region, machine in enumerate("ab")
         ]
+        for each in begun:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "met\n"  # a break before that ends the start with an error
         for _ in range(4):
-            time.sleep(1.5)
             network.run("router2", "conntrack -F")
+            time.sleep(1.5)
         check([json.loads(each.communicate(timeout=120.0)[0].splitlines()[-1]) for each in begun], "reversed")
