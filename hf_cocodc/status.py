@@ -16,10 +16,32 @@ ENV_STATUS = "HF_COCODC_STATUS"
 LEFT = "has left the run"
 """The last word of a region that has left while the others train on."""
 
+PHASES = (
+    "loading the libraries",
+    "checking the recipe",
+    "loading the model",
+    "packing the text",
+    "meeting the other regions",
+)
+"""Of a start, until the regions train."""
+_PHASE_OF = {"loading the text": 4, "packing the held-out text": 4} | {
+    each: place for place, each in enumerate(PHASES, 1)
+}
+
 _turn = threading.Lock()
 _has_ended: set[str] = set()
 """Files that hold the error of this process: nothing is told after it."""
 _news: list[str] = []
+
+
+def phase_of(doing: str | None) -> int:
+    """The number of a region's phase, from 1; 0 if what it does is none."""
+    return _PHASE_OF.get(doing or "", 0)
+
+
+def phase_in_words(number: int) -> str:
+    """A line about a phase of a start."""
+    return f"[{number}/{len(PHASES)}] {PHASES[number - 1]}"
 
 
 def tell(doing: str, news: str = "", **facts: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import short
-from ..status import LEFT, heard
+from ..status import LEFT, PHASES, heard, phase_in_words, phase_of
 
 LINE_S = 60.0
 """Where the output is no terminal, lines are at most so far apart."""
@@ -65,8 +65,7 @@ class Display:
         self._clock = clock
         self._printed_step, self._printed_at = -1, clock()
         self._bar = None
-        last = "joining the run" if joins else "waiting for all regions"
-        print(f"starting: loading the model, packing the text, {last}", flush=True)
+        self._phases, self._shown_phase = [0 for _ in journals], 2  # a command has told of its own
         if sys.stdout.isatty():
             total = max_steps if max_steps > 0 else None
             self._bar = tqdm(total=total, bar_format="{desc}{bar}", file=sys.stdout, leave=False)
@@ -100,15 +99,28 @@ class Display:
                 for index, each in enumerate(statuses)
             ]
         self._max_steps = max([self._max_steps, *(report.get("max_steps", 0) for report in self._told)])
+        phase = self._phase()
         if self._bar is not None:
             self._bar.n, self._bar.total = self.step, self._max_steps if self._max_steps > 0 else None
+            if phase:
+                self._bar.n, self._bar.total = phase, len(PHASES)
             self._bar.ncols = shutil.get_terminal_size().columns - 1
             # the bar takes what the words leave; on a narrow terminal the last words are cut
             self._bar.set_description_str(self._words(losses=self._short_losses()) + "  ", refresh=False)
             self._bar.refresh()
+        elif phase > self._shown_phase:
+            self._shown_phase = phase
+            print(phase_in_words(phase), flush=True)
         elif self._is_line_due():
             self._printed_step, self._printed_at = self.step, self._clock()
             print(self._words(losses=self._losses()), flush=True)
+
+    def _phase(self) -> int:
+        """The phase of the start that no region has left yet; 0 once one trains."""
+        for index, told in enumerate(self._told):
+            self._phases[index] = max(self._phases[index], phase_of(told.get("doing")))
+        has_begun = any("step" in told for told in self._told)
+        return 0 if has_begun else min([self._phases[index] for index in self._present()], default=0)
 
     def close(self) -> None:
         """Remove the bar from the terminal."""

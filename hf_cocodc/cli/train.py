@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..errors import InputError
 from ..net.pacing import congestion_of
 from ..settings import RegionConfig, warn_alone
 from ..settings.recipe import Recipe, add_recipe
+from ..status import phase_in_words
 from . import dry
 from .checks import add_coordinator, add_secret, recipe_of
 from .display import Display
@@ -37,8 +39,9 @@ def register(subparsers: Any) -> None:
         "train",
         usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
-        description="Train a recipe. Without --region, this machine runs all regions, each with its own accelerate launch. "
-        "With --region and --coordinator, this machine runs only one region. Arguments after -- go to accelerate launch.",
+        description="Train a recipe. Without --region, this machine runs all regions. With --region and --coordinator, it runs "
+        "only one. On GPUs, a region has an accelerate launch of its own; arguments after -- go to it. On CPUs, a region is one "
+        "process.",
     )
     add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
@@ -93,12 +96,6 @@ def run(options: argparse.Namespace) -> int:
     keys = secret_of(recipe.regions) if has_company else None
     if has_company:
         congestion_of(recipe.regions.congestion)
-    from ..coordinator.server import serve_in_thread
-    from ..training import launch
-    from ..training.building import output_dir
-    from ..training.preflight import preflight
-
-    # before anything is loaded
     state = run_at(recipe, address, keys) if address is not None and has_company else None
     finished = over(state, join)
     if finished is not None and not options.resume:
@@ -106,8 +103,17 @@ def run(options: argparse.Namespace) -> int:
         if join:
             return 0
     comes_back = region is not None and recipe.regions.elastic and trains(state, region)
+    print(phase_in_words(1), flush=True)
+    from ..coordinator.server import serve_in_thread
+    from ..training import launch
+    from ..training.building import output_dir
+    from ..training.forks import call, load_libraries
+    from ..training.preflight import preflight
+
+    load_libraries()
     if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
-        num_params = preflight(recipe, 1 if join else len(regions))
+        print(phase_in_words(2), flush=True)
+        num_params = call(partial(preflight, recipe, 1 if join else len(regions)))
     if not part.is_told:
         warn_alone()
     join = join or comes_back
@@ -125,6 +131,7 @@ def run(options: argparse.Namespace) -> int:
         planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
         dry.show(recipe, planned, machine, options.resume, num_params)
         return 0
+    forked = launch.fork(len(regions), options.launcher)
     with contextlib.ExitStack() as at_end:
         if address is None and has_company:
             served = serve_in_thread(secrets=[] if keys is None else [keys])
@@ -144,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"joining run {name_of(recipe)!r} as region {regions[0]}", flush=True)
         folders = [output_dir(recipe) / f"region-{each}" for each in regions]
         give_away = at_end.enter_context(launch.sole_writer(folders, machine))
-        return _train(options, recipe, overrides, regions, address, machine, give_away)
+        return _train(options, recipe, overrides, regions, address, machine, give_away, forked)
 
 
 def _train(
@@ -155,6 +162,7 @@ def _train(
     address: str | None,
     machine: int,
     give_away: Callable[[Path], None],
+    forked: Sequence[Any],
 ) -> int:
     """Start `regions`, or this machine's part of one, show their progress, and report. The folder of a lost region is given
     away, because another command may bring it back.
@@ -176,6 +184,7 @@ def _train(
         options.resume,
         outlive_us=options.region is not None or bool(recipe.regions.join),
         machine=machine,
+        forked=forked,
     )
     journals = [each.journal for each in processes]
     display = Display(

@@ -1,10 +1,12 @@
-"""Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end.
+"""Start the regions of a recipe on this machine, and wait until they end.
 
-A region ends when the command that started all regions is gone, so that no process trains unwatched.
+A region on CPUs is a process forked from this one; with GPUs, or with arguments for it, each has an `accelerate launch`. A region
+ends when the command that started all regions is gone, so that no process trains unwatched.
 """
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -12,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,56 +28,31 @@ from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
 from ..settings.recipe import Recipe
-from ..status import ENV_STATUS, LEFT, forget, heard
+from ..status import ENV_STATUS, LEFT, heard
 from .building import output_dir
+from .command import ENV_COMMAND, ENV_OUTLIVES
+from .forks import Fork
+from .train import Job, train_forked
 
-ENV_COMMAND = "HF_COCODC_COMMAND"
-"""Number of the process to watch."""
-ENV_OUTLIVES = "HF_COCODC_OUTLIVES_COMMAND"
-"""1 for a region that was started on its own, otherwise 0."""
-POLL_S = 1.0
-PATIENCE_S = 600.0
-"""Time for a last checkpoint: without a coordinator, regions learn of a signal only with a transfer, up to a round later."""
-
+_ON_CPUS = {
+    "ACCELERATE_USE_CPU": "True",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+}
+"""What `accelerate launch --cpu --mixed_precision no --dynamo_backend no` tells its process."""
 GRACE_S = 30.0
 _SAY_AFTER_S = 5.0
 _CHECK_S = 0.2
 _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
-def end_with_command() -> None:
-    """Watch the command, if any: when it is gone, this process gets SIGTERM, then SIGKILL, unless it may outlive it."""
-    command = os.environ.get(ENV_COMMAND)
-    if command is not None:
-        threading.Thread(target=_watch, args=(int(command),), name="hf_cocodc-command", daemon=True).start()
-
-
-def _watch(command: int) -> None:
-    try:
-        process = psutil.Process(command)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(POLL_S)
-    except psutil.NoSuchProcess:
-        pass
-    forget()
-    if os.environ.get(ENV_OUTLIVES) == "1":
-        return
-    os.kill(os.getpid(), signal.SIGTERM)
-    with contextlib.suppress(OSError):  # the disk of the log may be full
-        sys.stderr.write(
-            f"the command that started this region (process {command}) is gone: the region stops.\n"
-        )
-    time.sleep(PATIENCE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @dataclass
 class RegionProcess:
-    """A region that this process has started: `process` is its launcher, and in its `log` come earlier runs first."""
+    """A region that this process has started: `process` is its rank or a launcher, and in its `log` come earlier runs first."""
 
     region: int
     folder: Path
-    process: subprocess.Popen
+    process: subprocess.Popen | Fork
     log: IO[bytes]
     log_begins_at: int
     status: Path
@@ -112,13 +88,13 @@ class RegionProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its launcher has ended, and so have ranks that it left behind because a signal ended it."""
+        """Whether its process has ended, and so have those that it left behind because a signal ended it."""
         # Slurm signals every process of a job: a launcher with one rank ends at once, while the rank takes its leave
         code = self.process.poll()
         return code is not None and not (code in _ASKED and self._left_behind())
 
     def _left_behind(self) -> list[psutil.Process]:
-        """The living processes of the launcher's group."""
+        """The living processes of its group."""
         living = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -127,7 +103,7 @@ class RegionProcess:
         return living
 
     def end(self, sig: signal.Signals) -> None:
-        """Signal the launcher and every rank that it started: together they form a process group."""
+        """Signal its process and all that it has started: together they form a process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, sig)
 
@@ -191,7 +167,8 @@ def launches(
     coordinator: str | None,
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
-    """How `accelerate launch` is started for each of `regions` here. Raises InputError if there are too few GPUs."""
+    """How each of `regions` is started here. Raises InputError if there are too few GPUs."""
+    has_launcher = not forks(launcher_args)
     planned = []
     for place, region in enumerate(regions):
         env = {
@@ -200,12 +177,30 @@ def launches(
             REGIONS_HERE: str(len(regions)),
             **({} if coordinator is None else {ENV_COORDINATOR: coordinator}),
         }
-        arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
-        sets = [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
-        command += ["-m", "hf_cocodc.train", recipe_path, *sets]
+        command = [sys.executable]
+        if has_launcher:
+            arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
+            command += ["-m", "accelerate.commands.launch", "--quiet", *arguments]
+        else:
+            env |= _ON_CPUS
+            if "OMP_NUM_THREADS" not in os.environ:
+                env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(regions)))
+        command += ["-m", "hf_cocodc.train", recipe_path]
+        command += [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
         planned.append(Launch(region, output_dir(recipe) / f"region-{region}", env, command))
     return planned
+
+
+def forks(launcher_args: Sequence[str]) -> bool:
+    """Whether regions here are forked from this process: without GPUs there is nothing for a launcher to do."""
+    import torch
+
+    return not launcher_args and not torch.cuda.is_available()
+
+
+def fork(regions: int, launcher_args: Sequence[str]) -> list[Fork]:
+    """Processes for `start`, which wait for it; empty if regions are not forked. Call this before this process holds anything."""
+    return [Fork(train_forked) for _ in range(regions)] if forks(launcher_args) else []
 
 
 def start(
@@ -218,8 +213,9 @@ def start(
     resume: bool = False,
     outlive_us: bool = False,
     machine: int = 0,
+    forked: Sequence[Fork] = (),
 ) -> list[RegionProcess]:
-    """Start what `launches` describes. The output of each region goes to `region-{r}/log.txt`.
+    """Start what `launches` describes, in processes that `fork` has made. The output of a region goes to `region-{r}/log.txt`.
 
     A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
@@ -230,7 +226,7 @@ def start(
     started: list[RegionProcess] = []
     with contextlib.ExitStack() as unless_all_start:
         unless_all_start.callback(stop, started)
-        for each in planned:
+        for each, waiting in itertools.zip_longest(planned, forked):
             each.folder.mkdir(parents=True, exist_ok=True)
             status = statuses / f"region-{each.region}.json"
             env = {
@@ -242,14 +238,19 @@ def start(
             }
             log = _open_log(each.folder / f"{log_name(machine)}.txt", resume or bool(recipe.regions.join))
             log_begins_at = log.tell()
-            process = subprocess.Popen(
-                each.command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            process: Fork | subprocess.Popen
+            if waiting is None:
+                process = subprocess.Popen(
+                    each.command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            else:
+                process = waiting
+                waiting.begin(Job(each.region, env, log.name, each.command[3:]))
             started.append(RegionProcess(each.region, each.folder, process, log, log_begins_at, status))
         unless_all_start.pop_all()
     return started
@@ -263,32 +264,24 @@ def _open_log(path: Path, continues: bool) -> IO[bytes]:
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """Default arguments for accelerate: an equal share of the GPUs, or one CPU process; `env` gets what they need."""
+    """Default arguments for accelerate: an equal share of the GPUs; `env` gets what they need."""
     import torch
 
-    common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     visible = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
     devices = (",".join(map(str, range(torch.cuda.device_count()))) if visible is None else visible).split(
         ","
     )
     share = len(devices) // places
-    if torch.cuda.is_available() and share == 0:
+    if share == 0:
         raise InputError(
             f"{places} regions on this machine, but it has {len(devices)} GPU(s); each region needs one. Start fewer regions "
             "here (regions.count, or --region for only one), or hide the GPUs to train on the CPU: "
             "CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
         )
-    if not torch.cuda.is_available():
-        if "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // places))
-        return [*common, "--cpu", "--num_processes", "1"]
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place * share : (place + 1) * share])
     return [
-        *common,
-        "--num_processes",
-        str(share),
-        "--main_process_port",
-        "0",
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--num_processes", str(share), "--main_process_port", "0"),
         *(["--multi_gpu"] if share > 1 else []),
     ]
 
@@ -343,14 +336,16 @@ def watch(
 def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:
     """Signal the ranks: they stop together, with a checkpoint. A signaled launcher would not wait for its ranks.
 
-    A launcher that has not started its ranks yet gets the signal itself. One that is about to may have another child, which
-    asks about the machine. So call this again and again with one set `asked`, empty at first: each process gets one signal.
+    A forked region is a rank itself. A launcher that has not started its ranks yet gets the signal itself. One that is about to
+    may have another child, which asks about the machine. So call this again and again with one set `asked`, empty at first: each
+    process gets one signal.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(each.process.pid)
-            children = launcher.children()
-            for child in children:
+            is_rank = isinstance(each.process, Fork)
+            children = [] if is_rank else launcher.children()
+            for child in [launcher] if is_rank else children:
                 if child not in asked:
                     asked.add(child)
                     child.send_signal(signal.SIGTERM)

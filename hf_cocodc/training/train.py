@@ -5,7 +5,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..snapshot.durable import FULL
 from ..snapshot.export import is_saved, note_saved
 from ..status import LEFT, tell
 from . import building
-from .launch import end_with_command
+from .command import end_with_command
 from .preflight import check, preflight
 
 
@@ -144,6 +145,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         return 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `train_forked` needs: the whole environment, the file for what the region prints, and the arguments of `main`."""
+
+    region: int
+    env: Mapping[str, str]
+    log: str
+    arguments: Sequence[str]
+
+
+def train_forked(job: Job) -> None:
+    """Train one region in a forked process, as `python -m hf_cocodc.train` does in a new one."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(job.env)
+    sys.argv = ["hf_cocodc.train", *job.arguments]
+    sys.path.insert(0, os.getcwd())
+    with open(os.devnull, "rb") as nothing, open(job.log, "ab") as log:
+        os.dup2(nothing.fileno(), 0)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"region-{job.region}")  # in lists of processes
+    if "OMP_NUM_THREADS" in job.env:
+        torch.set_num_threads(
+            int(job.env["OMP_NUM_THREADS"])
+        )  # OpenMP has read another number when it was loaded
+    end(main(job.arguments))
 
 
 def _report(error: CocodcError) -> int:

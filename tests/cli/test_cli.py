@@ -49,10 +49,14 @@ def test_only_train_starts_a_launcher(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly; more regions than GPUs would train on the CPU without a word, and are refused with the ways out."""
+    """Evenly; more regions than GPUs would train on the CPU without a word, and are refused with the ways out.
+
+    With GPUs, or with arguments for it, they have a launcher.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert not launch.forks([])
     env: dict[str, str] = {}
     assert "--multi_gpu" in launch._launcher_arguments(1, 2, env)
     assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
@@ -62,7 +66,8 @@ def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
     ):
         launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what hiding them does
-    assert "--cpu" in launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": ""})
+    assert launch.forks([])
+    assert not launch.forks(["--cpu"])
 
 
 def hf_cocodc_command(*words: str, **streams: Any) -> subprocess.CompletedProcess:

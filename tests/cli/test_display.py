@@ -82,6 +82,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path, monkeypatch)
 
 
+def test_a_start_has_phases(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is shown once, while the last region is in it."""
+    capsys.readouterr()
+    for region, doing, shown in (
+        (0, "loading the model", ""),
+        (1, "loading the model", "[3/5] loading the model\n"),
+        (1, "packing the held-out text", ""),
+        (0, "loading the text", "[4/5] packing the text\n"),
+        (0, "meeting the other regions", ""),
+        (0, "waiting for region 1", ""),
+        (1, "meeting the other regions", "[5/5] meeting the other regions\n"),
+    ):
+        run.tell(region, doing)
+        run.after(1)
+        assert capsys.readouterr().out == shown
+    run.train(0, 1)
+    run.after(1)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_line_every_minute_says_what_regions_do_before_they_train(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +270,6 @@ def test_a_region_that_joins_says_how_it_comes_in(
     display.update()
     display.update()
     assert capsys.readouterr().out.splitlines() == [
-        "starting: loading the model, packing the text, joining the run",
         "region 3 joins run 'mine', which trains at step 40",
         "region 3 gets a base of step 41 from region 0",
         "region 3 is in the run, from step 44 on",

@@ -93,14 +93,14 @@ def test_a_region_that_comes_back_checks_its_recipe_only_once(
     run_trains: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its own process, because the others train without it meanwhile."""
-    checked: list[Recipe] = []
+    checked: list[Any] = []
     started: list[Recipe] = []
 
     def start(options: Any, recipe: Recipe, *given: Any) -> int:
         started.append(recipe)
         return 0
 
-    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, here: checked.append(recipe))
+    monkeypatch.setattr("hf_cocodc.training.forks.call", checked.append)
     monkeypatch.setattr(train, "trains", lambda *given: run_trains)
     monkeypatch.setattr(train, "_train", start)
     place = ["--region", "1", "--coordinator", address]
