@@ -140,12 +140,15 @@ class InnerOptimizer:
 
     def note_lr(self) -> None:
         """Remember the learning rate as it is now, for the inner step that has just been made."""
-        self._noted = self._lr()
+        if self._reads_lr:
+            self._noted = self._lr()
 
     def take_lr(self) -> float:
-        """The learning rate of the inner step that has just been made: as noted, or as it is now."""
+        """The learning rate of the inner step that has just been made: as noted, or as it is now; 0 if no method reads it."""
+        if not self._reads_lr:
+            return 0.0
         lr = self._lr() if self._noted is None else self._noted
-        if self._reads_lr and self._noted is None and self._at_start not in (None, lr):
+        if self._noted is None and self._at_start not in (None, lr):
             logger.warning(
                 "the learning rate went from %g to %g before the first outer.step(): call optimizer.step(), outer.step(), "
                 "scheduler.step() in this order, or outer.note_lr() before scheduler.step(). Otherwise each step counts with "

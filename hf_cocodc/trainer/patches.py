@@ -19,6 +19,7 @@ from ..errors import CheckpointError, InputError
 from ..link.process_state import random_state_kept
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
+from ..settings import OuterConfig
 from ..snapshot.durable import saving
 from ..snapshot.export import put_into_folder
 from ..snapshot.folders import PREFIX, make_room, point, rotate
@@ -68,6 +69,7 @@ IGNORED = -100
 class PatchedCallback(Protocol):
     """The callback, as far as the wrappers need it; see `CoCoDCCallback`."""
 
+    config: OuterConfig
     outer: OuterOptimizer | None
     evaluate_on: str
     region: int
@@ -100,7 +102,9 @@ class Patches:
         self._shows_global = False
         handler = trainer.callback_handler
         handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
-        for name in WRAPPED:
+        # Trainer calls this one in every inner step
+        unneeded = () if callback.config.weights == "tokens" else ("get_batch_samples",)
+        for name in WRAPPED.keys() - unneeded:
             original = getattr(trainer, name)
             wrapper = functools.partial(getattr(self, name), original)
             setattr(trainer, name, functools.wraps(original)(wrapper))
@@ -131,11 +135,10 @@ class Patches:
         return *values, agreed
 
     def get_batch_samples(self, get: Callable, *args: Any, **kwargs: Any) -> tuple:
-        """Counts the tokens of the next inner step, if they are its weight."""
+        """Counts the tokens of the next inner step, which are its weight."""
         batches, *rest = get(*args, **kwargs)
-        outer = self._callback.outer
-        if outer is not None and outer.tokens.counted:
-            outer.tokens.note(tokens_of(batches))
+        if self._callback.outer is not None:
+            self._callback.outer.tokens.note(tokens_of(batches))
         return batches, *rest
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:

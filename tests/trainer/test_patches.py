@@ -7,9 +7,11 @@ import inspect
 from pathlib import Path
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainingArguments
 
 import hf_cocodc.trainer
+from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.trainer.patches import CALLED, COUNTERS, WRAPPED, Patches
 
 PACKAGE = Path(hf_cocodc.trainer.__file__).parent
@@ -28,6 +30,15 @@ def test_every_wrapped_method_has_a_wrapper() -> None:
     wrappers = {name for name, value in vars(Patches).items() if inspect.isfunction(value)}
     helpers = {"__init__", "_fill", "_chosen_weights", "_own_global_weights", "_tell_callbacks"}
     assert wrappers - helpers == set(WRAPPED)
+
+
+@pytest.mark.parametrize("weights", ["equal", "tokens"])
+def test_what_every_step_calls_is_wrapped_only_if_needed(weights: str, tmp_path: Path) -> None:
+    """Each call costs microseconds: only where tokens are weights must they be counted."""
+    callback = CoCoDCCallback(OuterConfig(weights=weights), RegionConfig(region=0, count=1))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, callbacks=[callback])
+    assert ("get_batch_samples" in vars(trainer)) == (weights == "tokens")
 
 
 def test_nothing_private_of_trainer_is_used_besides() -> None:
