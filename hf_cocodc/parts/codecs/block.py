@@ -15,7 +15,7 @@ from ...errors import InputError
 from ..tensors.pieces import UNSHARED
 from .base import Codec, Plain
 
-_GROUP = 1 << 18
+_GROUP = 1 << 19
 """Maximum number of values in one step, so that values, intermediate results and bytes stay in the cache."""
 
 _FLOAT = torch.finfo(torch.float32)
@@ -95,9 +95,12 @@ class Blocks(ABC):
         many, few = self._steps()
         scratch = _Scratch(min(few, len(rows)), self.block)
         for group, head, code in _cut(many, rows, heads, codes):
-            scale = torch.empty(len(group), 1, dtype=torch.float32)
-            for piece, absmax in _cut(few, group, scale):
-                torch.amax(torch.abs(piece, out=scratch.of(piece).floats), dim=1, keepdim=True, out=absmax)
+            scale, lowest = torch.empty(2, len(group), 1, dtype=torch.float32)
+            for piece, high, low in _cut(few, group, scale, lowest):
+                torch.amax(piece, dim=1, keepdim=True, out=high)
+                torch.amin(piece, dim=1, keepdim=True, out=low)
+            # faster than the largest of the magnitudes, which would have to be written first
+            torch.maximum(scale, lowest.neg_(), out=scale)
             not_finite = ~(scale < torch.inf)
             self._scale_(scale).masked_fill_(not_finite, torch.nan)
             head.copy_(scale.view(torch.uint8))
