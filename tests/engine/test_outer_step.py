@@ -248,7 +248,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 def test_memory_is_what_was_said_at_the_start(name: str) -> None:
     """While a transfer lands, which is when most is held: never more than what is kept and what the transfers in flight add.
     At the peak it is as much, but for one buffer a transfer that only a link with a thread of its own takes so early."""
-    model = Blocks([torch.randn(1000, 400) for _ in range(3)])
+    model = Blocks([torch.randn(1000, 800) for _ in range(3)])
     before = storages()
     seen: list[tuple[int, int]] = []
     scratch = 8 * PIECE

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, linalg
 
-PIECE = 1 << 17
+PIECE = 1 << 18
 """Values in a piece. A send or a landing finishes one piece before the next, while the piece is in the cache."""
 UNSHARED = (1 << 15) - (1 << 10)
 """Number of values up to which torch never splits an operation over its threads."""
