@@ -15,6 +15,9 @@ from ..settings.recipe import add_recipe
 from .checks import RATE, add_json, check, check_writable, recipe_of, renamed, write_json
 from .ending import report
 
+MANY = 8
+"""Of more regions, not every line is shown."""
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             bandwidth=options.rate_mbit * 1e6 / 8,
         )
     try:
-        with _labeled_output():
+        with _labeled_output(recipe.regions.count or 1):
             trainers = simulate(recipe, link=link)
     except KeyboardInterrupt:
         # a region is a thread that trains on: the end of the interpreter would abort it inside C++
@@ -79,9 +82,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _labeled_output() -> Iterator[None]:
-    """Inside the block, each line that a region prints begins with its name."""
-    out, err = Labeled(sys.stdout), Labeled(sys.stderr)
+def _labeled_output(count: int) -> Iterator[None]:
+    """Inside the block, each line that a region prints begins with its name. Of many regions only region 0 prints its log and
+    its progress bars, and of a warning all but the first are left out.
+    """
+    has_many = count > MANY
+    if has_many:
+        print(f"{count} regions: the lines of region 0 follow. Each region has a journal.", flush=True)
+    out, err = Labeled(sys.stdout, log_of_0=has_many), Labeled(sys.stderr, once=has_many)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             yield
@@ -93,10 +101,15 @@ def _labeled_output() -> Iterator[None]:
 class Labeled(io.TextIOBase):
     """A stream that puts the name of a region in front of each complete line that its thread writes; of a progress bar only the
     last state passes. The lines of other threads pass unchanged.
+
+    Args:
+        log_of_0: of the regions, only region 0 is heard.
+        once: a line that a region has written before is left out, and so are progress bars of all but region 0.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[str], *, log_of_0: bool = False, once: bool = False) -> None:
+        self._stream, self._log_of_0, self._once = stream, log_of_0, once
+        self._seen: set[str] = set()
         self._begun: dict[str, str] = {}
 
     def write(self, text: str) -> int:
@@ -120,4 +133,10 @@ class Labeled(io.TextIOBase):
         self._begun.clear()
 
     def _pass_on(self, thread: str, line: str) -> None:
+        is_0 = thread == "region 0"
+        if self._log_of_0 and not is_0:
+            return
+        if self._once and (line in self._seen or ("\r" in line and not is_0)):
+            return
+        self._seen.add(line)
         self._stream.write(f"[{thread}] {line.rpartition(chr(13))[2]}\n")

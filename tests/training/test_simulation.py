@@ -133,6 +133,30 @@ def test_lines_of_regions_bear_their_names() -> None:
     assert stream.getvalue().splitlines() == lines
 
 
+def test_of_many_regions_one_speaks() -> None:
+    """The log and the bars of region 0; a warning once, whoever is first."""
+    log, warnings = io.StringIO(), io.StringIO()
+    out, err = Labeled(log, log_of_0=True), Labeled(warnings, once=True)
+
+    def write() -> None:
+        out.write(f"loss of {threading.current_thread().name}\n")
+        err.write("old\n0%\r100%\n")
+        err.write(f"{threading.current_thread().name} has a NaN\n")
+
+    for region in (2, 0, 1):
+        thread = threading.Thread(target=write, name=f"region {region}")
+        thread.start()
+        thread.join()
+    assert log.getvalue() == "[region 0] loss of region 0\n"
+    assert warnings.getvalue().splitlines() == [
+        "[region 2] old",
+        "[region 2] region 2 has a NaN",
+        "[region 0] 100%",
+        "[region 0] region 0 has a NaN",
+        "[region 1] region 1 has a NaN",
+    ]
+
+
 def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
     """Resumed, it leaves every file of the model as it is; a model that is missing, or of unknown origin, is saved again."""
     text = tmp_path / "text"

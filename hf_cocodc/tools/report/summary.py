@@ -12,6 +12,9 @@ from .members import attended, periods, sentence
 from .runs import RunRecord
 from .spending import totals, union
 
+_MANY = 8
+"""Of more journals, only the first is named."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -112,6 +115,10 @@ class Summary:
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
         places = [("global model", str(model)), *(("journal", str(journal)) for journal in journals)]
+        if len(journals) > _MANY:
+            places[1:] = [
+                ("journals", f"{journals[0]} and those of {len(journals) - 1} other regions beside it")
+            ]
         return [f"{name:<22}{value}" for name, value in [*self.rows(), *places]]
 
     def _outer_steps(self) -> str:

@@ -48,6 +48,15 @@ def test_tokens_accuracy_and_time_are_shown(tmp_path: Path) -> None:
     assert "total time            9.5 s" in lines
 
 
+def test_of_many_journals_one_is_named(tmp_path: Path) -> None:
+    """64 regions would print 64 lines."""
+    journals = [journal(tmp_path, region) for region in range(10)]
+    for count, shown in ((2, journals[:2]), (10, [f"{journals[0]} and those of 9 other regions beside it"])):
+        summary = summarize(read_run("run", journals[:count]))
+        lines = summary.lines(tmp_path, journals[:count])
+        assert [each[22:] for each in lines if each.startswith("journal")] == list(map(str, shown))
+
+
 @pytest.mark.parametrize("training", [{}, {"batch": 4}, {"batch": 4, "data.block_size": "wide"}])
 def test_unknown_tokens_are_not_shown(training: dict[str, Any], tmp_path: Path) -> None:
     """A script's journal does not say how many an inner step has."""
