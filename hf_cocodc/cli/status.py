@@ -96,14 +96,20 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
 
 def ending(state: dict[str, Any]) -> str:
     """How and where a run has ended, in words."""
-    ended = state["ended"]
+    return f"{state['name']} ({_how(state['ended'])})"
+
+
+def _how(ended: dict[str, Any]) -> str:
     where = f"; its model lies at {ended['place']}" if ended["place"] else ""
-    return f"{state['name']} ({ended['how']} at step {ended['step']}{where})"
+    return f"{ended['how']} at step {ended['step']}{where}"
 
 
 def lines(state: dict[str, Any]) -> list[str]:
     """A run as lines of text."""
-    return [f"run         {state['name']}", *(_of_run(state) if state["members"] else []), *_waiting(state)]
+    about = _of_run(state) if state["members"] else []
+    if state["ended"]:  # its members say no more, and those that wait begin another one
+        about = [f"before      {_how(state['ended'])}"]
+    return [f"run         {state['name']}", *about, *_waiting(state)]
 
 
 def _of_run(state: dict[str, Any]) -> list[str]:

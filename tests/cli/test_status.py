@@ -89,6 +89,12 @@ def test_status_shows_who_comes_and_what_the_coordinator_has_forgotten() -> None
         "region 0    waits to take part",
         "region 2    waits to take part",
     ]
+    ended = {"how": "stopped", "step": 98, "place": "a:/runs/region-0"}
+    assert lines({**RUN, "phase": "gathering", "waiting": [1], "ended": ended}) == [
+        "run         mine",
+        "before      stopped at step 98; its model lies at a:/runs/region-0",
+        "region 1    waits to take part",
+    ]
 
 
 def test_status_of_the_runs_at_a_coordinator(
