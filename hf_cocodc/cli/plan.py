@@ -123,6 +123,10 @@ def run(options: argparse.Namespace) -> int:
     model = on_meta(recipe)
     step_s = options.step_s
     if step_s is None:
+        print(
+            "measuring: 30 inner steps of the recipe, then codecs and outer steps, a minute or two. Nothing else may run here.",
+            flush=True,
+        )
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
