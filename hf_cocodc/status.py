@@ -21,12 +21,11 @@ PHASES = (
     "checking the recipe",
     "loading the model",
     "packing the text",
-    "meeting the other regions",
+    "waiting to train",
 )
 """Of a start, until the regions train."""
-_PHASE_OF = {"loading the text": 4, "packing the held-out text": 4} | {
-    each: place for place, each in enumerate(PHASES, 1)
-}
+_PHASE_OF = {each: place for place, each in enumerate(PHASES, 1)}
+_PHASE_OF |= {"loading the text": 4, "packing the held-out text": 4, "meeting the other regions": 5}
 
 _turn = threading.Lock()
 _has_ended: set[str] = set()

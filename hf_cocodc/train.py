@@ -1,4 +1,4 @@
-"""Entry point of `accelerate launch -m hf_cocodc.train RECIPE`: each rank of a region runs it once."""
+"""Entry point of `accelerate launch -m hf_cocodc.train RECIPE`: each rank that a launcher has started runs it once."""
 
 from .settings import quiet_torch
 

@@ -65,6 +65,7 @@ class Display:
         self._clock = clock
         self._printed_step, self._printed_at = -1, clock()
         self._bar = None
+        self._has_begun = False
         self._phases, self._shown_phase = [0 for _ in journals], 2  # a command has told of its own
         if sys.stdout.isatty():
             total = max_steps if max_steps > 0 else None
@@ -119,8 +120,8 @@ class Display:
         """The phase of the start that no region has left yet; 0 once one trains."""
         for index, told in enumerate(self._told):
             self._phases[index] = max(self._phases[index], phase_of(told.get("doing")))
-        has_begun = any("step" in told for told in self._told)
-        return 0 if has_begun else min([self._phases[index] for index in self._present()], default=0)
+        self._has_begun = self._has_begun or any("step" in told for told in self._told)
+        return 0 if self._has_begun else min([self._phases[index] for index in self._present()], default=0)
 
     def close(self) -> None:
         """Remove the bar from the terminal."""

@@ -15,9 +15,6 @@ from ..settings.recipe import add_recipe
 from .checks import RATE, add_json, check, check_writable, recipe_of, renamed, write_json
 from .ending import report
 
-MANY = 8
-"""Of more regions, not every line is shown."""
-
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -84,8 +81,10 @@ def run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _labeled_output(count: int) -> Iterator[None]:
     """Inside the block, each line that a region prints begins with its name. Of many regions only region 0 prints its log and
-    its progress bars, and of a warning all but the first are left out.
+    its progress bars, and a warning is shown once.
     """
+    from ..tools.report.summary import MANY
+
     has_many = count > MANY
     if has_many:
         print(f"{count} regions: the lines of region 0 follow. Each region has a journal.", flush=True)
@@ -136,7 +135,9 @@ class Labeled(io.TextIOBase):
         is_0 = thread == "region 0"
         if self._log_of_0 and not is_0:
             return
-        if self._once and (line in self._seen or ("\r" in line and not is_0)):
+        is_bar, is_of_traceback = "\r" in line, line.startswith((" ", "Traceback"))
+        if self._once and ((is_bar and not is_0) or (line in self._seen and not is_of_traceback)):
             return
-        self._seen.add(line)
+        if self._once:
+            self._seen.add(line)
         self._stream.write(f"[{thread}] {line.rpartition(chr(13))[2]}\n")

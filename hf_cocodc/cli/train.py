@@ -18,6 +18,7 @@ from ..net.pacing import congestion_of
 from ..settings import RegionConfig, warn_alone
 from ..settings.recipe import Recipe, add_recipe
 from ..status import phase_in_words
+from ..training.forks import SIGNALS
 from . import dry
 from .checks import add_coordinator, add_secret, recipe_of
 from .display import Display
@@ -40,8 +41,8 @@ def register(subparsers: Any) -> None:
         usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions. With --region and --coordinator, it runs "
-        "only one. On GPUs, a region has an accelerate launch of its own; arguments after -- go to it. On CPUs, a region is one "
-        "process.",
+        "only one. With GPUs, or with arguments after --, which go to it, a region has an accelerate launch of its own, and is "
+        "one process otherwise.",
     )
     add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
         dry.show(recipe, planned, machine, options.resume, num_params)
         return 0
-    forked = launch.fork(len(regions), options.launcher)
+    forked = launch.fork_ahead(1 if join else len(regions), options.launcher)
     with contextlib.ExitStack() as at_end:
         if address is None and has_company:
             served = serve_in_thread(secrets=[] if keys is None else [keys])
@@ -249,7 +250,7 @@ def _train(
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:
     """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) alike. The exit code tells them apart."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, handle)
 

@@ -140,15 +140,12 @@ class InnerOptimizer:
 
     def note_lr(self) -> None:
         """Remember the learning rate as it is now, for the inner step that has just been made."""
-        if self._reads_lr:
-            self._noted = self._lr()
+        self._noted = self._lr()
 
     def take_lr(self) -> float:
-        """The learning rate of the inner step that has just been made: as noted, or as it is now; 0 if no method reads it."""
-        if not self._reads_lr:
-            return 0.0
+        """The learning rate of the inner step that has just been made: as noted, or as it is now."""
         lr = self._lr() if self._noted is None else self._noted
-        if self._noted is None and self._at_start not in (None, lr):
+        if self._reads_lr and self._noted is None and self._at_start not in (None, lr):
             logger.warning(
                 "the learning rate went from %g to %g before the first outer.step(): call optimizer.step(), outer.step(), "
                 "scheduler.step() in this order, or outer.note_lr() before scheduler.step(). Otherwise each step counts with "
@@ -211,6 +208,9 @@ class InnerOptimizer:
         """The mean learning rate of the groups, weighted by the values that they train; 0 if no group counts. Groups whose rate
         is 0, or that train nothing of the model, do not: a frozen group says nothing about the others' steps.
         """
+        rates = [group.get("lr") for part in self._parts for group in part.param_groups]
+        if all(type(rate) is float for rate in rates) and len(set(rates)) == 1:
+            return rates[0]  # as nearly always: this is read in every inner step
         moving = [(rate, params) for rate, params in self._rates() if rate]
         if len({rate for rate, _ in moving}) > 1:
             trained = {id(param) for param in self._model.parameters() if param.requires_grad}

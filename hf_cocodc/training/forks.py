@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from ..errors import CocodcError, InputError
 
 T = TypeVar("T")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a command to end: Ctrl-C, a scheduler, a terminal that is closed."""
 
 
 def load_libraries() -> None:
@@ -38,17 +39,20 @@ def call(function: Callable[[], T]) -> T:
     """What `function` returns or raises, in a process of its own: what it loads and starts ends with it.
 
     Raises:
-        CocodcError: what the function has raised.
+        CocodcError, OSError: what the function has raised.
         RuntimeError: the function has raised another error; its text is the traceback.
         InputError: the process was killed.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def answer() -> None:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches this process, too, and the other one ends it
         outcome: tuple[Any, Exception | None]
         try:
             outcome = function(), None
-        except CocodcError as error:
+        except (CocodcError, OSError) as error:
             outcome = None, error
         except Exception:
             outcome = None, RuntimeError(traceback.format_exc())
@@ -70,11 +74,13 @@ def call(function: Callable[[], T]) -> T:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if error is not None:
         raise error
-    if code:
+    if code < 0:
         raise InputError(
             f"the process that checked the recipe was killed (exit code {code}), before any region was started. If this machine "
             "has too little memory, take a smaller model."
         )
+    if code:
+        raise RuntimeError(f"the process that checked the recipe has ended with exit code {code}")
     return result
 
 
@@ -90,10 +96,14 @@ class Fork:
         def wait() -> None:
             os.setsid()
             self._sender.close()
-            with contextlib.suppress(EOFError):
+            try:
                 job = receiver.recv()
-                receiver.close()
+            except EOFError:
+                return
+            receiver.close()
+            try:
                 work(job)
+            finally:  # as at the end of any Python process
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
 
@@ -102,7 +112,8 @@ class Fork:
         receiver.close()
 
     def begin(self, job: Any) -> None:
-        self._sender.send(job)
+        with contextlib.suppress(BrokenPipeError):  # it was killed: `poll` tells of it
+            self._sender.send(job)
         self._sender.close()
 
     def poll(self) -> int | None:
@@ -123,7 +134,11 @@ def _fork(run: Callable[[], None]) -> int:
     """The number of a new process, which ends after `run`, or with a traceback. It handles signals as any new process does."""
     sys.stdout.flush()
     sys.stderr.flush()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    if (
+        signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    ):  # as some supervisors leave it: exit codes would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with warnings.catch_warnings():
             # libraries have threads of their own, which know of forks
@@ -133,14 +148,19 @@ def _fork(run: Callable[[], None]) -> int:
             return pid
         code = 1
         try:
-            for number in _SIGNALS:
+            for number in SIGNALS:
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
                     signal.signal(number, usual)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             gc.freeze()  # the collector would copy the pages that the processes share
+            _draw_anew()
             run()
             code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
         finally:
@@ -150,3 +170,12 @@ def _fork(run: Callable[[], None]) -> int:
             os._exit(code)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _draw_anew() -> None:
+    """Give generators of random numbers states of this process's own, as Python does with `random` alone."""
+    numpy, fingerprint = (sys.modules.get(name) for name in ("numpy", "datasets.fingerprint"))
+    if numpy is not None:
+        numpy.random.seed()
+    if fingerprint is not None:  # it names files in a cache that processes share
+        fingerprint.fingerprint_rng.seed()

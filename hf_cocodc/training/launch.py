@@ -6,7 +6,6 @@ ends when the command that started all regions is gone, so that no process train
 
 import atexit
 import contextlib
-import itertools
 import math
 import os
 import shutil
@@ -73,7 +72,7 @@ class RegionProcess:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it has stopped with a checkpoint. Its launcher has another exit code than its ranks."""
+        """Whether it has stopped with a checkpoint. A launcher has another exit code than its ranks."""
         return (self.error() or ("", 0))[1] == RunStopped.exit_code
 
     @property
@@ -168,7 +167,7 @@ def launches(
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
     """How each of `regions` is started here. Raises InputError if there are too few GPUs."""
-    has_launcher = not forks(launcher_args)
+    has_launcher = not are_forked(launcher_args)
     planned = []
     for place, region in enumerate(regions):
         env = {
@@ -191,16 +190,16 @@ def launches(
     return planned
 
 
-def forks(launcher_args: Sequence[str]) -> bool:
-    """Whether regions here are forked from this process: without GPUs there is nothing for a launcher to do."""
+def are_forked(launcher_args: Sequence[str]) -> bool:
+    """Whether regions here are forked from this process: without GPUs and arguments there is nothing for a launcher to do."""
     import torch
 
     return not launcher_args and not torch.cuda.is_available()
 
 
-def fork(regions: int, launcher_args: Sequence[str]) -> list[Fork]:
+def fork_ahead(regions: int, launcher_args: Sequence[str]) -> list[Fork]:
     """Processes for `start`, which wait for it; empty if regions are not forked. Call this before this process holds anything."""
-    return [Fork(train_forked) for _ in range(regions)] if forks(launcher_args) else []
+    return [Fork(train_forked) for _ in range(regions)] if are_forked(launcher_args) else []
 
 
 def start(
@@ -215,7 +214,9 @@ def start(
     machine: int = 0,
     forked: Sequence[Fork] = (),
 ) -> list[RegionProcess]:
-    """Start what `launches` describes, in processes that `fork` has made. The output of a region goes to `region-{r}/log.txt`.
+    """Start what `launches` describes. The output of each region goes to `region-{r}/log.txt`.
+
+    `forked`: processes of `fork_ahead`, if regions are forked, one for each region.
 
     A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
@@ -226,7 +227,8 @@ def start(
     started: list[RegionProcess] = []
     with contextlib.ExitStack() as unless_all_start:
         unless_all_start.callback(stop, started)
-        for each, waiting in itertools.zip_longest(planned, forked):
+        processes: Sequence[Fork | None] = forked or [None] * len(planned)
+        for each, waiting in zip(planned, processes, strict=True):
             each.folder.mkdir(parents=True, exist_ok=True)
             status = statuses / f"region-{each.region}.json"
             env = {

@@ -1,4 +1,4 @@
-"""Train one region of a recipe: `accelerate launch -m hf_cocodc.train RECIPE` runs this once in each rank."""
+"""Train one region of a recipe: each rank runs this once, started by `accelerate launch` or forked by `hf-cocodc train`."""
 
 import argparse
 import contextlib

@@ -92,12 +92,15 @@ def test_a_start_has_phases(run: Run, capsys: pytest.CaptureFixture[str]) -> Non
         (0, "loading the text", "[4/5] packing the text\n"),
         (0, "meeting the other regions", ""),
         (0, "waiting for region 1", ""),
-        (1, "meeting the other regions", "[5/5] meeting the other regions\n"),
+        (1, "meeting the other regions", "[5/5] waiting to train\n"),
     ):
         run.tell(region, doing)
         run.after(1)
         assert capsys.readouterr().out == shown
     run.train(0, 1)
+    run.after(1)
+    for region in (0, 1):
+        run.tell(region, "getting a base")  # a word without a step
     run.after(1)
     assert capsys.readouterr().out == ""
 

@@ -255,6 +255,23 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
     part(*regions)
 
 
+def test_a_region_that_joins_by_the_lowest_free_number_is_one_process(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the recipe says how many regions the run began with."""
+    regions, given = begun(address, tmp_path.name), []
+
+    def start(*more: Any, forked: list[Any], **facts: Any) -> None:
+        given.extend([len(more[3]), len(forked)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_cocodc.training.launch.start", start)
+    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--set", "regions.max=9"]
+    assert main(["train", RECIPE, *words, "--join", "--coordinator", address]) == 130
+    assert given == [1, 1]
+    part(*regions)
+
+
 def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback, run_in_lockstep
@@ -385,6 +385,30 @@ def test_the_rate_of_each_step_in_a_loop(order: str, caplog: pytest.LogCaptureFi
         order == "schedule first"
     )
     assert caplog.text.count("outer.note_lr()") == (order == "schedule first"), "said once"
+
+
+def test_regions_know_each_others_rates(tmp_path: Path) -> None:
+    """Whatever the method: the guard judges no norms where rates differ, or it would clip the region with the largest."""
+
+    def body(region: int, link: Link) -> None:
+        accelerator, model = Accelerator(cpu=True), llama(layers=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3 if region == 3 else 1e-3)
+        config, differ = OuterConfig(method="diloco", sync_interval=2), ["training.learning_rate"]
+        settings, journal = RegionConfig(may_differ=differ), tmp_path / str(region)
+        outer = OuterOptimizer(accelerator, model, optimizer, config, settings, link=link, journal=journal)
+        for step in range(8):
+            tokens = batch(region, step)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+        outer.finish()
+
+    run_in_lockstep(4, body)
+    for region in range(4):
+        text = (tmp_path / str(region)).read_text()
+        assert "regions have different learning rates" in text
+        assert '"clipped"' not in text
 
 
 def test_facts_of_several_optimizers() -> None:

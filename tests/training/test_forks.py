@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -31,6 +32,35 @@ def test_a_call_returns_and_raises_what_its_function_does() -> None:
         call(lambda: 1 // 0)
     call(lambda: os.environ.update(HF_COCODC_REGION="7"))
     assert "HF_COCODC_REGION" not in os.environ
+
+
+def test_a_call_leaves_ctrl_c_to_its_caller() -> None:
+    """A terminal sends it to both processes; the one that waits ends the other."""
+    assert call(lambda: os.kill(os.getpid(), signal.SIGINT) or 5) == 5
+
+
+def test_a_call_that_ends_without_an_answer_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="has ended with exit code 4"):
+        call(partial(sys.exit, 4))
+    with pytest.raises(FileNotFoundError):
+        call(partial(open, "/nowhere"))
+
+
+def test_exit_codes_are_known_where_a_supervisor_has_left_sigchld_ignored() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert call(partial(sum, [1, 2])) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_forks_draw_different_random_numbers() -> None:
+    """`datasets` names files in a cache, which regions share, by such a number if it cannot hash what made them."""
+    import numpy as np
+    from datasets.fingerprint import generate_random_fingerprint
+
+    for draw in (generate_random_fingerprint, partial(np.random.randint, 1 << 60), lambda: random.random()):
+        assert call(draw) != call(draw)
 
 
 def test_a_call_that_is_killed_says_so() -> None:
@@ -63,9 +93,29 @@ def test_a_fork_waits_for_its_job_and_ends_like_any_process(tmp_path: Path) -> N
             assert said.is_file() == (job == 0)
     finally:
         signal.signal(signal.SIGTERM, before)
-    killed = Fork(work)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("EOFError()", 1), ("SystemExit(4)", 4), ("KeyboardInterrupt()", 130)]
+)
+def test_an_error_in_a_fork_is_no_success(error: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever it is: the end of a file is also what a fork hears whose command has gone."""
+
+    def work(job: str) -> None:
+        raise eval(job)
+
+    process = Fork(work)
+    process.begin(error)
+    assert process.wait() == code
+    assert ("EOFError" in capfd.readouterr().err) == (code == 1)
+
+
+def test_a_fork_that_was_killed_before_it_began() -> None:
+    process = Fork(print)
+    os.kill(process.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    process.begin("too late")
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_a_fork_that_nobody_needs_ends() -> None:

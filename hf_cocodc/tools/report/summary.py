@@ -12,8 +12,8 @@ from .members import attended, periods, sentence
 from .runs import RunRecord
 from .spending import totals, union
 
-_MANY = 8
-"""Of more journals, only the first is named."""
+MANY = 8
+"""Of more regions, not every line is shown."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Summary:
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
         places = [("global model", str(model)), *(("journal", str(journal)) for journal in journals)]
-        if len(journals) > _MANY:
+        if len(journals) > MANY:
             places[1:] = [
                 ("journals", f"{journals[0]} and those of {len(journals) - 1} other regions beside it")
             ]
