@@ -15,7 +15,7 @@ import hf_cocodc
 PACKAGE = Path(hf_cocodc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "threads", "status"),
+    ("errors", "threads", "status", "interrupt"),
     ("settings", "parts", "net"),
     ("methods", "coordinator"),
     ("link",),
