@@ -14,6 +14,7 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
+from ..interrupt import ends_at_once
 from ..net.pacing import congestion_of
 from ..settings import RegionConfig, warn_alone
 from ..settings.recipe import Recipe, add_recipe
@@ -105,13 +106,14 @@ def run(options: argparse.Namespace) -> int:
             return 0
     comes_back = region is not None and recipe.regions.elastic and trains(state, region)
     print(phase_in_words(1), flush=True)
-    from ..coordinator.server import serve_in_thread
-    from ..training import launch
-    from ..training.building import output_dir
-    from ..training.forks import call, load_libraries
-    from ..training.preflight import preflight
+    with ends_at_once():
+        from ..coordinator.server import serve_in_thread
+        from ..training import launch
+        from ..training.building import output_dir
+        from ..training.forks import call, load_libraries
+        from ..training.preflight import preflight
 
-    load_libraries()
+        load_libraries()
     if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
         print(phase_in_words(2), flush=True)
         num_params = call(partial(preflight, recipe, 1 if join else len(regions)))

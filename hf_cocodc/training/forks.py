@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import CocodcError, InputError
-from ..interrupt import ends_at_once
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,12 +28,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def load_libraries() -> None:
     """Import what every region imports."""
-    with ends_at_once():
-        import accelerate  # noqa: F401
-        import datasets  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer  # noqa: F401
+    import accelerate  # noqa: F401
+    import datasets  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer  # noqa: F401
 
-        from ..trainer import callback  # noqa: F401
+    from ..trainer import callback  # noqa: F401
 
 
 def call(function: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +117,20 @@ def test_the_exit_code_tells_which_signal_came(
     assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == code
 
 
-def interrupted_while_importing(before: str) -> subprocess.CompletedProcess:
-    """`hf-cocodc --version` in a process that gets SIGINT when it imports its own commands."""
+def interrupted_while_importing(
+    before: str, module: str = "hf_cocodc.cli.train", words: Sequence[str] = ("--version",)
+) -> subprocess.CompletedProcess:
+    """`hf-cocodc` in a process that gets SIGINT when it imports a module."""
     script = f"""
 import os, signal, sys
 from hf_cocodc.__main__ import main
 {before}
 class Interrupt:
     def find_spec(self, name, *args):
-        if name == "hf_cocodc.cli.train":
+        if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["hf-cocodc", "--version"]
+sys.argv = ["hf-cocodc", *{words!r}]
 sys.exit(main())
 """
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -140,6 +142,14 @@ def test_ctrl_c_while_the_command_is_imported() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
     ended = interrupted_while_importing("signal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["numpy", "transformers.trainer"])
+def test_ctrl_c_while_the_libraries_are_imported(module: str) -> None:
+    """Some of them go on after an exception in an import, and fail later with another."""
+    ended = interrupted_while_importing("", module, ("train", "quickstart/diloco"))
+    assert (ended.returncode, ended.stderr) == (130, "")
+    assert ended.stdout == "[1/5] loading the libraries\n"
 
 
 def test_ctrl_c_after_the_command_is_imported() -> None:
