@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import LinkError
 from ..net.letters import Member
-from ..net.validation import whole
+from ..net.validation import MOST, whole
 from ..parts.codecs.base import CodecState
 from ..settings.regions import MOST_REGIONS
 from .records import ROW, to_row
@@ -145,7 +145,8 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
         if kind is Marker:
             members = _sorted(Member(*map(whole, member)) for member in content["members"])
             step, submitted, number, losses, newest = (
-                whole(content[field]) for field in ("step", "submitted", "number", "losses", "newest")
+                whole(content[field], most=MOST - 1)
+                for field in ("step", "submitted", "number", "losses", "newest")
             )
             lost, admitted = (tuple(map(whole, content[field])) for field in ("lost", "admitted"))
             if len(plain[name]) != len(fields(Marker)) or not isinstance(content["held"], bool):

@@ -469,4 +469,6 @@ def _fill(connected: socket.socket, memory: memoryview) -> int:
 def _lost(error: Exception) -> Exception:
     if isinstance(error, ConnectionLost):
         return error
+    if isinstance(error, BrokenPipeError):  # noticed in a write instead of a read
+        return ConnectionLost(CLOSED)
     return ConnectionLost(getattr(error, "strerror", None) or repr(error))

@@ -172,7 +172,12 @@ def test_what_the_coordinator_hears(elastic: bool, said: list[tuple[int, Any, fl
 
 # ---- the member's rules
 
-LINK_EVENTS = st.sampled_from([each for each in get_args(links.Event) if each is not Decided]).flatmap(values)
+LINK_EVENTS = (
+    st.sampled_from([each for each in get_args(links.Event) if each is not Decided])
+    .flatmap(values)
+    # who reads a marker takes no larger number: the next call has one more
+    .map(lambda e: replace(e, submitted=min(e.submitted, MOST - 1)) if isinstance(e, links.Marked) else e)
+)
 DECIDED = st.builds(
     Decided,
     generation=st.just(1),
