@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         if join:
             return 0
     comes_back = region is not None and recipe.regions.elastic and trains(state, region)
+    may_fork = not _has_libraries()
     print(phase_in_words(1), flush=True)
     with ends_at_once():
         from ..coordinator.server import serve_in_thread
@@ -134,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
         dry.show(recipe, planned, machine, options.resume, num_params)
         return 0
-    forked = launch.fork_ahead(1 if join else len(regions), options.launcher)
+    forked = launch.fork_ahead(1 if join else len(regions), options.launcher) if may_fork else []
     with contextlib.ExitStack() as at_end:
         if address is None and has_company:
             served = serve_in_thread(secrets=[] if keys is None else [keys])
@@ -248,6 +249,11 @@ def _train(
     # commands that run one region each may share a folder: each draws a picture of its own
     report(folders, output_dir(recipe) if len(regions) == recipe.regions.count else folders[0])
     return 0
+
+
+def _has_libraries() -> bool:
+    """Whether a program that runs this command in its own process may have used the libraries: no fork could use them then."""
+    return "torch" in sys.modules
 
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:

@@ -1,7 +1,7 @@
 """Start the regions of a recipe on this machine, and wait until they end.
 
-A region on CPUs is a process forked from this one; with GPUs, or with arguments for it, each has an `accelerate launch`. A region
-ends when the command that started all regions is gone, so that no process trains unwatched.
+A region on CPUs is one process, forked from this one. With GPUs, or with arguments for it, each has an `accelerate launch`. A
+region ends when the command that started all regions is gone, so that no process trains unwatched.
 """
 
 import atexit
@@ -47,7 +47,9 @@ _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 @dataclass
 class RegionProcess:
-    """A region that this process has started: `process` is its rank or a launcher, and in its `log` come earlier runs first."""
+    """A region that this process has started: `process` is a launcher, or its only rank (`is_rank`). In its `log` come earlier
+    runs first.
+    """
 
     region: int
     folder: Path
@@ -55,6 +57,7 @@ class RegionProcess:
     log: IO[bytes]
     log_begins_at: int
     status: Path
+    is_rank: bool = False
 
     @property
     def journal(self) -> Path:
@@ -167,7 +170,7 @@ def launches(
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
     """How each of `regions` is started here. Raises InputError if there are too few GPUs."""
-    has_launcher = not are_forked(launcher_args)
+    has_launcher = _has_launcher(launcher_args)
     planned = []
     for place, region in enumerate(regions):
         env = {
@@ -190,16 +193,16 @@ def launches(
     return planned
 
 
-def are_forked(launcher_args: Sequence[str]) -> bool:
-    """Whether regions here are forked from this process: without GPUs and arguments there is nothing for a launcher to do."""
+def _has_launcher(arguments: Sequence[str]) -> bool:
+    """Whether regions here have an `accelerate launch`: without GPUs and arguments there is nothing for it to do."""
     import torch
 
-    return not launcher_args and not torch.cuda.is_available()
+    return bool(arguments) or torch.cuda.is_available()
 
 
 def fork_ahead(regions: int, launcher_args: Sequence[str]) -> list[Fork]:
-    """Processes for `start`, which wait for it; empty if regions are not forked. Call this before this process holds anything."""
-    return [Fork(train_forked) for _ in range(regions)] if are_forked(launcher_args) else []
+    """Processes for `start`, which wait for it; none if regions have a launcher. To be called before this one holds anything."""
+    return [] if _has_launcher(launcher_args) else [Fork(train_forked) for _ in range(regions)]
 
 
 def start(
@@ -216,12 +219,13 @@ def start(
 ) -> list[RegionProcess]:
     """Start what `launches` describes. The output of each region goes to `region-{r}/log.txt`.
 
-    `forked`: processes of `fork_ahead`, if regions are forked, one for each region.
+    `forked`: processes of `fork_ahead`, one for each region; without them, new ones are started.
 
     A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
     planned = launches(recipe, recipe_path, overrides, regions, coordinator, launcher_args)
+    is_rank = not _has_launcher(launcher_args)
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
     atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []
@@ -253,7 +257,8 @@ def start(
             else:
                 process = waiting
                 waiting.begin(Job(each.region, env, log.name, each.command[3:]))
-            started.append(RegionProcess(each.region, each.folder, process, log, log_begins_at, status))
+            region = RegionProcess(each.region, each.folder, process, log, log_begins_at, status, is_rank)
+            started.append(region)
         unless_all_start.pop_all()
     return started
 
@@ -338,16 +343,15 @@ def watch(
 def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:
     """Signal the ranks: they stop together, with a checkpoint. A signaled launcher would not wait for its ranks.
 
-    A forked region is a rank itself. A launcher that has not started its ranks yet gets the signal itself. One that is about to
-    may have another child, which asks about the machine. So call this again and again with one set `asked`, empty at first: each
-    process gets one signal.
+    A rank without a launcher gets the signal alone, without what it has started. A launcher that has not started its ranks yet
+    gets the signal itself. One that is about to may have another child, which asks about the machine. So call this again and
+    again with one set `asked`, empty at first: each process gets one signal.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(each.process.pid)
-            is_rank = isinstance(each.process, Fork)
-            children = [] if is_rank else launcher.children()
-            for child in [launcher] if is_rank else children:
+            children = [] if each.is_rank else launcher.children()
+            for child in [launcher] if each.is_rank else children:
                 if child not in asked:
                     asked.add(child)
                     child.send_signal(signal.SIGTERM)

@@ -56,7 +56,7 @@ def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert not launch.are_forked([])
+    assert launch._has_launcher([])
     env: dict[str, str] = {}
     assert "--multi_gpu" in launch._launcher_arguments(1, 2, env)
     assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
@@ -66,8 +66,8 @@ def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
     ):
         launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what hiding them does
-    assert launch.are_forked([])
-    assert not launch.are_forked(["--cpu"])
+    assert not launch._has_launcher([])
+    assert launch._has_launcher(["--cpu"])
 
 
 def hf_cocodc_command(*words: str, **streams: Any) -> subprocess.CompletedProcess:

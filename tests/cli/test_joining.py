@@ -267,8 +267,10 @@ def test_a_region_that_joins_by_the_lowest_free_number_is_one_process(
 
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
     words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--set", "regions.max=9"]
-    assert main(["train", RECIPE, *words, "--join", "--coordinator", address]) == 130
-    assert given == [1, 1]
+    for has_libraries in (False, True):
+        monkeypatch.setattr(train, "_has_libraries", lambda has=has_libraries: has)
+        assert main(["train", RECIPE, *words, "--join", "--coordinator", address]) == 130
+    assert given == [1, 1, 1, 0], "a process that has used the libraries does not fork"
     part(*regions)
 
 

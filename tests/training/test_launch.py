@@ -87,6 +87,34 @@ def test_ranks_that_a_launcher_starts_later_are_asked_to_stop_too(tmp_path: Path
             region.end(signal.SIGKILL)
 
 
+def test_a_rank_without_a_launcher_is_asked_itself(tmp_path: Path) -> None:
+    """And not the processes that load its data."""
+    ready = tmp_path / "ready"
+    code = f"""
+import pathlib, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+def stop(number, frame):
+    assert worker.poll() is None
+    worker.kill()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path({str(ready)!r}).touch()
+worker.wait()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    with (tmp_path / "log.txt").open("wb") as log:
+        region = launch.RegionProcess(0, tmp_path, process, log, 0, tmp_path / "status", is_rank=True)
+        deadline, asked = time.monotonic() + 60, set[psutil.Process]()
+        try:
+            while not ready.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            launch.ask_to_stop([region], asked)
+            assert process.wait(30) == 3
+            assert len(asked) == 1
+        finally:
+            region.end(signal.SIGKILL)
+
+
 def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a file of the command, which is no part of the run's record. One rank of a machine speaks."""
     first, second = start(False)
