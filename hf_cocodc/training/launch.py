@@ -256,7 +256,7 @@ def start(
                 )
             else:
                 process = waiting
-                waiting.begin(Job(each.region, env, log.name, each.command[3:]))
+                waiting.begin(Job(env, log.name, each.command[3:]))
             region = RegionProcess(each.region, each.folder, process, log, log_begins_at, status, is_rank)
             started.append(region)
         unless_all_start.pop_all()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import CocodcError, InputError, RunLeft
 from ..run.lock import hold, region_lock
+from ..settings import ENV_REGION
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
 from ..snapshot.durable import FULL
 from ..snapshot.export import is_saved, note_saved
@@ -124,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
     end_with_command()
+    with contextlib.suppress(OSError):  # the name in lists of processes
+        Path("/proc/self/comm").write_text(f"region-{os.environ.get(ENV_REGION, '0')}")
     try:
         recipe = Recipe.load(options.recipe, options.overrides)
         tell("checking the recipe")
@@ -151,7 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Job:
     """What `train_forked` needs: the whole environment, the file for what the region prints, and the arguments of `main`."""
 
-    region: int
     env: Mapping[str, str]
     log: str
     arguments: Sequence[str]
@@ -169,8 +171,6 @@ def train_forked(job: Job) -> None:
         os.dup2(nothing.fileno(), 0)
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(f"region-{job.region}")  # in lists of processes
     if "OMP_NUM_THREADS" in job.env:
         torch.set_num_threads(
             int(job.env["OMP_NUM_THREADS"])

@@ -57,7 +57,7 @@ def wait_for_step(run: subprocess.Popen, folder: Path, regions: int = 2, step: i
 
 def training_processes(parent: int) -> dict[int, psutil.Process]:
     """The training process of each region below `parent`, by region: lists of processes name it so."""
-    children = psutil.Process(parent).children()
+    children = psutil.Process(parent).children(recursive=True)
     return {int(each.name().removeprefix("region-")): each for each in children if "region-" in each.name()}
 
 

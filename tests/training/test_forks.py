@@ -144,16 +144,16 @@ def test_a_forked_region_is_one_that_a_launcher_would_start(
     def main(arguments: list[str]) -> int:
         import torch
 
-        threads, name = torch.get_num_threads(), Path("/proc/self/comm").read_text().strip()
-        os.write(1, f"{arguments} {os.environ['HF_COCODC_REGION']} {threads} {name}\n".encode())
+        threads = torch.get_num_threads()
+        os.write(1, f"{arguments} {os.environ['HF_COCODC_REGION']} {threads}\n".encode())
         os.write(2, b"to stderr\n")
         return 2
 
     monkeypatch.setattr("hf_cocodc.training.train.main", main)
     process = Fork(train_forked)
-    process.begin(Job(4, env, str(log), ["r.yaml"]))
+    process.begin(Job(env, str(log), ["r.yaml"]))
     assert process.wait() == 2
-    assert log.read_text() == "an earlier line\n['r.yaml'] 4 3 region-4\nto stderr\n"
+    assert log.read_text() == "an earlier line\n['r.yaml'] 4 3\nto stderr\n"
 
 
 def test_the_environment_of_a_forked_region_is_the_launchers() -> None:
