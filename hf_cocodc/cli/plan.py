@@ -124,7 +124,8 @@ def run(options: argparse.Namespace) -> int:
     step_s = options.step_s
     if step_s is None:
         print(
-            "measuring: 30 inner steps of the recipe, then codecs and outer steps, a minute or two. Nothing else may run here.",
+            f"measuring {speeds.STEPS} inner steps of the recipe, then codecs and outer steps. This takes a minute or two. Run "
+            "nothing else here meanwhile.",
             flush=True,
         )
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)

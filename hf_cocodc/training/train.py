@@ -163,6 +163,8 @@ def train_forked(job: Job) -> None:
     """Train one region in a forked process, as `python -m hf_cocodc.train` does in a new one."""
     import torch
 
+    # a number of the command's, not the user's: OpenMP has read the user's when it was loaded
+    threads, loaded_with = (each.get("OMP_NUM_THREADS", "") for each in (job.env, os.environ))
     os.environ.clear()
     os.environ.update(job.env)
     sys.argv = ["hf_cocodc.train", *job.arguments]
@@ -171,10 +173,8 @@ def train_forked(job: Job) -> None:
         os.dup2(nothing.fileno(), 0)
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    if "OMP_NUM_THREADS" in job.env:
-        torch.set_num_threads(
-            int(job.env["OMP_NUM_THREADS"])
-        )  # OpenMP has read another number when it was loaded
+    if threads != loaded_with:
+        torch.set_num_threads(int(threads))
     end(main(job.arguments))
 
 

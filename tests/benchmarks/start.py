@@ -1,8 +1,8 @@
 """How long a user waits for the first inner step: `python -m tests.benchmarks.start` (two minutes on two cores).
 
 Starts the quickstart's model, without its evaluations, by a script with Trainer alone and by `hf-cocodc train` with each number
-of regions. Prints the seconds from the command to its first words, to the first word of any region, and to the end of the first
-inner step in all regions; and the last one beside the script's.
+of regions. Prints the seconds from the command to its first words, and to the end of the first inner step in all regions; and the
+latter beside the script's.
 """
 
 from __future__ import annotations

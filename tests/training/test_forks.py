@@ -156,6 +156,15 @@ def test_a_forked_region_is_one_that_a_launcher_would_start(
     assert log.read_text() == "an earlier line\n['r.yaml'] 4 3\nto stderr\n"
 
 
+def test_threads_that_the_user_has_chosen_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP takes a list, too, for nested parallel regions; it has read it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
+    monkeypatch.setattr("hf_cocodc.training.train.main", lambda arguments: 0)
+    process = Fork(train_forked)
+    process.begin(Job(dict(os.environ), str(tmp_path / "log.txt"), []))
+    assert process.wait() == 0
+
+
 def test_the_environment_of_a_forked_region_is_the_launchers() -> None:
     """What accelerate's launcher sets beside it is about CUDA's and Intel's libraries, and a compiler that is off."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
