@@ -26,20 +26,28 @@ def all_runs(study: Study) -> list[Settings]:
 def core_hours(runs: Iterable[Settings]) -> float:
     """An estimate of what runs take on one core like this one: a few inner steps of each model and batch are timed."""
     timed: dict[str, float] = {}
-    total = 0.0
-    for settings in runs:
-        training, data_parallel = settings["training"], settings["study"].get("data_parallel", False)
+
+    def step_s(settings: Settings, batches: int) -> float:
+        training = settings["training"]
         shape = [settings["model"], settings["data"]["block_size"], training["per_device_train_batch_size"]]
-        regions = settings["regions"]["count"]
-        batches = regions if data_parallel else 1
         name = json.dumps([*shape, settings.get("peft"), training.get("optim"), batches])
         if name not in timed:
             timed[name] = _step_s(settings, batches)
-        steps = training["max_steps"] * (1 if data_parallel else regions) + settings["study"].get(
-            "base_steps", 0
+        return timed[name]
+
+    total = 0.0
+    for settings in runs:
+        study, steps, regions = (
+            settings["study"],
+            settings["training"]["max_steps"],
+            settings["regions"]["count"],
         )
-        total += OVERHEAD * timed[name] * steps
-    return total / 3600
+        together = steps if study.get("data_parallel", False) else study.get("trained_steps", 0)
+        if together:
+            total += together * step_s(settings, regions)
+        if alone := (steps - together) * regions + study.get("base_steps", 0):
+            total += alone * step_s(settings, 1)
+    return OVERHEAD * total / 3600
 
 
 def _step_s(settings: Settings, batches: int) -> float:
@@ -47,7 +55,7 @@ def _step_s(settings: Settings, batches: int) -> float:
 
     from .training import Run
 
-    this = Run({**settings, "study": {**settings["study"], "base_steps": 0}})
+    this = Run({**settings, "study": {}})
     inner, batch = this.inner(), torch.cat([this.text.batch(0, step) for step in range(1, batches + 1)])
     inner.train(batch)
     began = time.process_time()

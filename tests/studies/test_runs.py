@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from tests.studies import training
+from tests.studies import cost, training
 from tests.studies.absences import Absences
 from tests.studies.inner import Inner
 from tests.studies.toys import settings, study
@@ -138,6 +138,26 @@ def test_a_trained_start_is_the_beginning_of_data_parallel_training() -> None:
         assert mine == pytest.approx(theirs, abs=1e-4)
     with pytest.raises(InputError, match="trained_steps=16: it must be at least 0, and less than"):
         training.Run(settings(**schedule, study__trained_steps=16))
+
+
+def test_an_estimate_times_a_few_steps_and_counts_a_trained_start_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The start is made together, and the rest by each region; nothing of it is trained for the estimate."""
+    given = [settings(study__trained_steps=6), settings(**ARMS["data-parallel"], study__trained_steps=6)]
+    steps, trained, train = given[0]["training"]["max_steps"], 0, Inner.train
+
+    def counted(inner: Inner, batch: Tensor) -> float:
+        nonlocal trained
+        trained += 1
+        return train(inner, batch)
+
+    monkeypatch.setattr(Inner, "train", counted)
+    assert cost.core_hours(given) > 0
+    assert trained == 2 * (1 + cost.STEPS)
+    monkeypatch.setattr(cost, "_step_s", lambda _, batches: 3600 / cost.OVERHEAD * batches)
+    assert cost.core_hours(given[:1]) == pytest.approx(2 * 6 + 2 * (steps - 6))
+    assert cost.core_hours(given[1:]) == pytest.approx(2 * steps)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
