@@ -18,6 +18,7 @@ LINE_S = 60.0
 """Where the output is no terminal, lines are at most so far apart."""
 LONG_S = 30.0
 """A region that makes no step for so long is named."""
+_LONGEST_WHY = 300
 _FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
 
 
@@ -54,7 +55,7 @@ class Display:
         self._notes: list[list[str]] = [[] for _ in journals]
         self._lost: set[int] = set()
         self._members: list[int] | None = None
-        self._epoch = 0
+        self._epoch = self._num_losses = 0
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._landed: list[int | None] = [None for _ in journals]
@@ -134,7 +135,7 @@ class Display:
         is_of_this_run = self._inodes[index] != self._inodes_before[index]
         for event in events:
             if event["kind"] in ("log", "send", "land", "void"):
-                self._last[index].update(event)
+                self._last[index].update({"step": event["step"]} if is_history else event)
             if event["kind"] in ("land", "void"):
                 self._landed[index] = event["step"]
             if event["kind"] in ("start", "resume") and is_of_this_run:
@@ -254,12 +255,17 @@ class Display:
 
     def _say_members(self, event: dict[str, Any]) -> None:
         """Say a change of the members once, although the journal of each of them has it."""
-        if event["epoch"] > self._epoch:
-            self._epoch, self._members = event["epoch"], event["members"]
-            why = f" ({short(event['why'], 200)})" if event.get("why") else ""
-            members = event["members"]
+        members, before = event["members"], self._members
+        if before is not None and event["epoch"] <= self._epoch:
+            return
+        if event["epoch"]:
+            why = f" ({short(event['why'], _LONGEST_WHY)})" if event.get("why") else ""
             who = "only region" if len(members) == 1 else f"{len(members)} regions:"
             self.say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
+        elsewhere = set(before or ()).difference(members, self._regions)
+        if elsewhere and event["losses"] > self._num_losses:
+            self.say("    It comes back when the command that started it is started again on its machine.")
+        self._epoch, self._members, self._num_losses = event["epoch"], members, event["losses"]
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:
         shown = ", ".join(

@@ -986,11 +986,12 @@ class TcpLink:
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
-        sentences = []
+        """Who is lost, and why. The way out of an error is left out: it is for the region that the error ends."""
+        facts = []
         for member in lost:
             why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
-            sentences.append(f"region {member.region} is lost: {why}")
-        return "; ".join(sentences)
+            facts.append(f"region {member.region} is lost: {why.partition('. ')[0].rstrip('.')}")
+        return "; ".join(facts)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
         part = self._part

@@ -290,7 +290,7 @@ def died(region: int, here: int, what: str) -> RegionLostError:
     return RegionLostError(
         region,
         f"region {region} closed its connection while region {here} waited for {what}: its process has died. Look at its last "
-        "output. Then start it again: all regions with --resume, or, where regions.min lets the others go on, that region alone.",
+        "output, and start all regions again with --resume; where regions.min lets the others go on, only that region.",
     )
 
 

@@ -85,12 +85,12 @@ class WaitingWords:
             return
         whom = " and ".join(f"region {region}" for region in news.absent)
         if news != self._told:
-            self._told = news
             stage = f"waiting for {whom}" if whom else "waiting for its place"
-            if news.why:
+            if news.why and (self._told is None or news.why != self._told.why):
                 self._tell_why(stage, news.why)
             elif whom:
                 tell(stage)
+            self._told = news
         self._say(f" for {whom}" if whom else f": {news.why}")
 
     def _tell_why(self, stage: str, why: str) -> None:

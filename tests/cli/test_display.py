@@ -32,6 +32,21 @@ def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
     assert "loss region 0: 1.000" not in capsys.readouterr().out
 
 
+def test_a_region_that_goes_on_shows_the_step_of_its_journal_and_no_old_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write("log", step=40, loss=9.5)
+    display = Display([2], [path], 100, joins=True)
+    display.update()
+    assert display.step == 40
+    journal.write("log", step=60, loss=1.25)
+    display.update()
+    said = capsys.readouterr().out
+    assert "step 60/100" in said and "9.5" not in said
+
+
 class Clock:
     """Seconds that pass only when told to."""
 
@@ -203,13 +218,13 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     """The line goes on with the others; each change of the members is said once, whoever has written it."""
     for region in (0, 1):
         run.journals[region].write("start", step=0, region=region)
-        run.journals[region].write("epoch", step=0, epoch=0, members=[0, 1], why="")
+        run.journals[region].write("epoch", step=0, epoch=0, losses=0, members=[0, 1], why="")
         run.journals[region].write("log", step=10, loss=3.0)
         run.train(region, 10)
     run.after(61)
     assert "loss region 0: 3.000, region 1: 3.000" in capsys.readouterr().out
     run.display.lose(0, "region 0 is lost")
-    run.journals[1].write("epoch", step=12, epoch=1, members=[1], why="region 0 lost")
+    run.journals[1].write("epoch", step=12, epoch=1, losses=0, members=[1], why="region 0 lost")
     run.train(1, 40)
     run.after(61)
     said = capsys.readouterr().out
@@ -218,7 +233,7 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     assert "step 40/100  loss region 1: 3.000" in said
     assert run.display.step == 40
     for journal in run.journals:
-        journal.write("epoch", step=50, epoch=2, members=[0, 1], why="region 0 joined")
+        journal.write("epoch", step=50, epoch=2, losses=0, members=[0, 1], why="region 0 joined")
     run.journals[1].write("evaluate", step=50, eval_loss=1.5)
     run.journals[0].write("evaluate", step=50, eval_loss=9.5)
     run.after(1)
@@ -228,14 +243,30 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     assert "9.5" not in said
 
 
+def test_a_region_that_is_lost_elsewhere_has_a_way_back(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own command brings it back, which is not known here; of one that leaves or was started here, that is not said."""
+    hint = "comes back when the command that started it is started again"
+    for epoch, losses, members, is_said in (
+        (0, 0, [0, 1, 2, 3], False),
+        (1, 1, [0, 1, 3], True),
+        (2, 1, [0, 1], False),
+        (3, 2, [0], False),
+    ):
+        run.journals[0].write("epoch", step=epoch, epoch=epoch, losses=losses, members=members, why="why")
+        run.after(1)
+        assert (hint in capsys.readouterr().out) == is_said, epoch
+
+
 def test_a_region_that_has_left_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Its last step and its last word are shown no longer."""
     for region in (0, 1):
         run.journals[region].write("start", step=0, region=region)
-        run.journals[region].write("epoch", step=0, epoch=0, members=[0, 1], why="")
+        run.journals[region].write("epoch", step=0, epoch=0, losses=0, members=[0, 1], why="")
         run.train(region, 10)
     run.tell(0, LEFT)
-    run.journals[1].write("epoch", step=12, epoch=1, members=[1], why="region 0 has left in good order")
+    run.journals[1].write(
+        "epoch", step=12, epoch=1, losses=0, members=[1], why="region 0 has left in good order"
+    )
     run.train(1, 40)
     run.after(61)
     said = capsys.readouterr().out

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc.coordinator.messages import Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError, RegionLostError
 from hf_cocodc.run import session as waiting
@@ -63,6 +64,22 @@ def test_a_region_that_is_to_join_says_that_there_is_no_run(
     assert second.startswith(
         "region 1 has waited 0 s: no run 'mine' trains here (run 'mine' at the coordinator"
     )
+
+
+def test_a_reason_is_told_once_although_regions_come_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(waiting, "tell", lambda stage, news="": told.append(news or stage))
+    words = waiting.WaitingWords(0, "mine", "here", 600.0)
+    for absent, why in (((1, 2), "ended"), ((2,), "ended"), ((), "full")):
+        words.news = Waiting(absent=absent, why=why)
+        words.look()
+    assert told == [
+        "waits for 600 s at most: ended",
+        "waiting for region 2",
+        "waits for 600 s at most: full",
+    ]
 
 
 MEETS = """
