@@ -301,6 +301,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic:
         launch.watch(processes, ask_and_show, timeout_s, (lambda lost: None) if elastic else None)
     except KeyboardInterrupt:
         launch.stop(processes)
+        display.update()
     display.close()
 
 
