@@ -150,7 +150,7 @@ def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of bench link, or of tests.benchmarks.wan, whose first report is of the link; anything else is refused."""
+    """A file of bench link, whose first report is of the link; anything else is refused."""
     path = tmp_path / "link.json"
     for reports in ([figures([0.95, 0.45])], [figures([0.45]), BenchReport("training over a link", {}, [])]):
         write(path, reports)

@@ -16,7 +16,7 @@ FOUND = [95, 182, 617, 644, 725]
     ("cases", "least"),
     [
         (range(3), 1),
-        pytest.param(range(3, 46), 21, marks=pytest.mark.slow),
+        pytest.param(range(3, 24), 8, marks=pytest.mark.slow),
         pytest.param(FOUND, 0, marks=pytest.mark.slow),
     ],
     ids=["few", "many", "found"],

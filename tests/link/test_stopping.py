@@ -17,6 +17,7 @@ from hf_cocodc.coordinator.messages import AskStop, Hello, Promise, Stop, StopAt
 from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
 from hf_cocodc.link import stopping
 from hf_cocodc.link.stopping import StopAgreement
+from tests.link.memory import wait_until
 from tests.link.ranks import groups
 
 LAST = 10_000
@@ -354,10 +355,3 @@ def test_a_region_that_has_come_to_its_last_step_keeps_nobody_waiting() -> None:
     place = Place(3)
     assert place.train(lambda who, each: train(each, 0.001, 9 if who[1] == 1 else 0, 9)) == [0, 0, 0]
     place.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -133,8 +133,6 @@ class Regions:
 
     def journal(self, region: int) -> list[dict[str, Any]]:
         path = self.folder / f"journal-{region}.jsonl"
-        if self.task.kind == "trainer":
-            path = self.folder / "trainer" / f"region-{region}" / "cocodc" / "journal.jsonl"
         return read(path) if path.is_file() else []
 
     def members(self, region: int) -> list[int]:

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, region_shard
+from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from tests.processes.coming_worker import HURRY
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama
@@ -75,10 +74,8 @@ class Task:
         pace_s: seconds of an inner step, until HURRY lies in the folder.
         outer: OuterConfig.
         regions: RegionConfig.
-        kind: loop or trainer.
         save_every: inner steps between two checkpoints; 0 for none.
         lr: of AdamW.
-        seed: of the data.
     """
 
     folder: str
@@ -86,10 +83,8 @@ class Task:
     pace_s: float = 0.05
     outer: dict[str, Any] = field(default_factory=dict)
     regions: dict[str, Any] = field(default_factory=dict)
-    kind: str = "loop"
     save_every: int = 0
     lr: float = 1e-3
-    seed: int = 0
 
     def line(self) -> str:
         return json.dumps(asdict(self))
@@ -169,7 +164,7 @@ def with_loop(task: Task, region: int, diary: Diary) -> tuple[OuterOptimizer, to
         diary.write(ready=outer.inner_step)
         training.set()
         while outer.inner_step < task.steps and not outer.should_stop:
-            tokens = batch(region + 100 * task.seed, outer.inner_step)
+            tokens = batch(region, outer.inner_step)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -180,48 +175,13 @@ def with_loop(task: Task, region: int, diary: Diary) -> tuple[OuterOptimizer, to
     return outer, accelerator.unwrap_model(model)
 
 
-def with_trainer(task: Task, region: int, diary: Diary) -> tuple[OuterOptimizer, torch.nn.Module]:
-    regions = RegionConfig(**task.regions)
-    callback = CoCoDCCallback(OuterConfig(**task.outer), regions)
-    steps = Steps(task, diary)
-
-    class Note(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            diary.write(ready=state.global_step)
-            training.set()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert callback.outer is not None
-            steps.note(callback.outer)
-
-    args = TrainingArguments(
-        output_dir=str(Path(task.folder, "trainer")),
-        max_steps=task.steps,
-        per_device_train_batch_size=2,
-        learning_rate=task.lr,
-        lr_scheduler_type="constant",
-        report_to="none",
-        save_strategy="steps" if task.save_every else "no",
-        save_steps=task.save_every or 500,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        logging_strategy="no",
-    )
-    shard = region_shard(Tokens(), regions)
-    trainer = Trainer(llama(seed=region, layers=2), args, train_dataset=shard, callbacks=[callback, Note()])
-    trainer.train()
-    assert callback.outer is not None
-    return callback.outer, trainer.model
-
-
 def main(line: str) -> None:
     torch.set_num_threads(1)
     task, region = Task(**json.loads(line)), int(os.environ["HF_COCODC_REGION"])
     if "FAULT" in os.environ:
         obey(os.environ["FAULT"])
     diary = Diary(task.folder)
-    outer, model = (with_trainer if task.kind == "trainer" else with_loop)(task, region, diary)
+    outer, model = with_loop(task, region, diary)
     diary.write(end=outer.inner_step, digest=outer.synchronizer.global_digest(), loss=held_out_loss(model))
 
 

@@ -10,8 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from tests.benchmarks.emulation.privileges import obstacle
 from tests.benchmarks.emulation.wan import Wan
+from tests.link.memory import wait_until
 from tests.processes.launching import ROOT
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -115,14 +114,6 @@ def inhabitants(namespace: str) -> list[str]:
     return found
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether the condition holds within TIMEOUT_S."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
-
-
 def test_a_link_has_its_round_trip_and_its_rate() -> None:
     """TCP sees at least the round trip, and at most the rate."""
     with Wan(2, rtt_s=0.08, rate=40e6, congestion="cubic") as wan:
@@ -169,7 +160,7 @@ def test_nothing_is_left_where_the_owner_is_killed(how: signal.Signals) -> None:
         assert inside in inhabitants(namespace)
         owner.send_signal(how)
         owner.wait(TIMEOUT_S)
-    assert eventually(lambda: inhabitants(namespace) == [])
+    wait_until(lambda: inhabitants(namespace) == [])
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 
-KILLS = 20
-STEPS = 120
+KILLS = 10
+STEPS = 60
 STEPS_BETWEEN = 4  # at most, so that the run outlives all kills
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=3, overlap_steps=3)
 
@@ -90,7 +90,7 @@ def kill_while_saving(process: Process, folder: Path, log: Path, moments: random
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_exactly_from_its_newest_complete_checkpoint(tmp_path: Path) -> None:
-    """Killed twenty times while it saves, a run ends with the bits of one that nobody touched."""
+    """Killed ten times while it saves, a run ends with the bits of one that nobody touched."""
     log, moments = tmp_path / "log.txt", random.Random(16)
     again, whole = tmp_path / "again", tmp_path / "whole"
     untouched = fork(train, whole, False, log=log)

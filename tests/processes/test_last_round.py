@@ -15,7 +15,7 @@ from tests.processes.coming_worker import events, loop
 from tests.processes.forks import wait_until
 from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 
-STEPS = 100
+STEPS = 30
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_a_region_that_leaves_in_the_last_round(method: str, how: str, tmp_path:
     """Before its leave counts, it may have come to the end with the others: then it has finished, as they have."""
     body = partial(loop, when_one_ends="continue", hears_signals=True)
     run = Run(tmp_path, 3, body, STEPS, 0.1, method, 1)
-    run.wait_for_step(2, 92)
+    run.wait_for_step(2, 22)
     if how == "command":
         run.ask_to_leave(2)
     else:
@@ -54,8 +54,8 @@ def has_come_too_late(run: Run, region: int) -> bool:
 @pytest.mark.parametrize("before", [1, 8])
 def test_a_region_joins_a_run_that_is_about_to_end(before: int, tmp_path: Path) -> None:
     """It comes in and ends with the others, or says that it is too late. It waits for nobody."""
-    run = Run(tmp_path, 2, partial(loop, max=3), 40, 0.1, "diloco", 1)
-    run.wait_for_step(0, 40 - before)
+    run = Run(tmp_path, 2, partial(loop, max=3), 16, 0.1, "diloco", 1)
+    run.wait_for_step(0, 16 - before)
     run.start(2, join=True)
     for region in (0, 1):
         run.processes[region].join(TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
 from tests.processes import forks
-from tests.processes.launching import run_regions
 from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned, stop_twice
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
@@ -21,25 +19,10 @@ def fork_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, di
     return forks.fork_regions(main, ranks, arguments, folder)
 
 
-def launch_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
-    return run_regions(2, ranks, arguments, folder, WORKER)
-
-
-Run = Callable[[int, list[str], Path], dict[str, dict]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "run"),
-    [
-        ("loop", 1, fork_regions),
-        ("loop", 2, fork_regions),
-        ("trainer", 2, fork_regions),
-        pytest.param("trainer", 2, launch_regions, marks=pytest.mark.slow),
-    ],
-)
-def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("loop", 1), ("loop", 2), ("trainer", 2)])
+def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, tmp_path: Path) -> None:
     """Two regions save with a transfer in flight and train on; another launch loads that and comes to the same end."""
-    whole = run(ranks, [kind, str(tmp_path), "save"], tmp_path)
+    whole = fork_regions(ranks, [kind, str(tmp_path), "save"], tmp_path)
     for region in range(2):
         folder = tmp_path / f"region-{region}"
         saved, facts, _ = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
@@ -48,7 +31,7 @@ def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_p
     for mode in ("load", "load first") if (kind, ranks) == ("loop", 2) else ("load",):
         for path in tmp_path.glob("*.pt"):
             path.unlink()
-        again = run(ranks, [kind, str(tmp_path), mode], tmp_path)
+        again = fork_regions(ranks, [kind, str(tmp_path), mode], tmp_path)
         assert len(again) == len(whole) == 2 * ranks
         for name, found in again.items():
             assert torch.equal(found["weights"], whole[name]["weights"]), (mode, name)

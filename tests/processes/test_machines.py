@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_cocodc.net.addresses import free_port
 from hf_cocodc.run.journal import read
 from tests.processes.test_failures import TIMEOUT_S, start
 
 STEPS = 12
-
-
-def free_port() -> int:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        return other.getsockname()[1]
 
 
 @pytest.mark.slow

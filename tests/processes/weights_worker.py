@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ TRAINED = {(0, 0): (1.0, 10), (0, 1): (2.0, 30), (1, 0): (-3.0, 5), (1, 1): (5.0
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
     gradient, tokens = TRAINED[region, rank]
@@ -34,7 +32,3 @@ def main(folder: str) -> None:
             outer.step(tokens=tokens)
     weight = accelerator.unwrap_model(model).weight.detach().clone()
     torch.save({"weight": weight}, Path(folder) / f"region{region}-rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -18,7 +18,7 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21  # <linux/capability.h>
 _TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 # With a network namespace: the hub returns to its first one, which the user namespace must own.
 _USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net", "--")
-_AS_ROOT = 'run the command as root (`sudo env PATH="$PATH" python -m tests.benchmarks.wan ...`)'
+_AS_ROOT = 'run the command as root (`sudo env PATH="$PATH" python -m tests.benchmarks.plan ...`)'
 _KERNEL = Path("/proc/sys")
 _SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "1"),  # Debian
