@@ -123,6 +123,9 @@ def test_signals_are_heard_while_a_rank_waits() -> None:
 def wait_long(folder: str) -> None:
     """A rank of a region that does not know patience; its leader waits for longer."""
     distributed_c10d.default_pg_timeout = timedelta(seconds=HASTY_S)
+    Path(folder, f"begun-{os.environ['RANK']}").touch()
+    while len(list(Path(folder).glob("begun-*"))) < 2:  # the meeting itself has no longer than any operation
+        time.sleep(0.001)
     dist.init_process_group("gloo", timeout=timedelta(seconds=HASTY_S))
     group = RegionGroup()
     group.lead(lambda: time.sleep(3 * HASTY_S), "a late region")

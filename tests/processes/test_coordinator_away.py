@@ -164,7 +164,7 @@ def test_a_run_ends_well_while_its_coordinator_is_frozen(
 
 
 @contextlib.contextmanager
-def three(coordinator: CoordinatorProcess, folder: Path, pause_s: float = 0.02) -> Iterator[Three]:
+def three(coordinator: CoordinatorProcess, folder: Path, pause_s: float = 0.05) -> Iterator[Three]:
     """Three regions of an elastic run that train."""
     found = Three(folder, "streaming", coordinator=coordinator, pause_s=pause_s)
     try:

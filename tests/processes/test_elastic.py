@@ -27,7 +27,7 @@ class Three:
     name: str
     terms: dict[str, Any] = field(default_factory=dict)
     coordinator: Served | CoordinatorProcess = field(default_factory=serve_in_thread)
-    pause_s: float = 0.02
+    pause_s: float = 0.05
 
     def __post_init__(self) -> None:
         self.log = self.folder / "log.txt"

@@ -158,10 +158,13 @@ def test_a_kill_before_every_region_has_its_first_checkpoint(
     again.mkdir()
     run, begun = start("diloco", again), again / "region-1" / folders.RUN
     deadline = time.monotonic() + TIMEOUT_S
+    found: dict[int, psutil.Process] = {}
     while not begun.is_file():
         assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
+        if 1 not in found:  # before: the search takes long beside a step
+            found = training_processes(run.pid)
         time.sleep(0.002)
-    training_processes(run.pid)[1].suspend()
+    found[1].suspend()
     while newest(again, 0) < 1:
         assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
         time.sleep(0.005)

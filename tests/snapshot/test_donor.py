@@ -228,8 +228,8 @@ def test_a_donor_with_nothing_to_send_gives_heartbeats(
     monkeypatch.setattr(donor, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(receiving, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(frames, "_POLL_S", 0.1)
-    with received(donation, tmp_path, timeout_s=0.3) as found:
-        late = threading.Timer(0.8, donation.log, [MARKER])
+    with received(donation, tmp_path, timeout_s=1.0) as found:
+        late = threading.Timer(1.5, donation.log, [MARKER])
         late.start()
         assert next(found.items) == MARKER
         late.join()
