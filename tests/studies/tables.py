@@ -209,7 +209,8 @@ def shown(value: Interval | None, form: str, factor: float = 1.0) -> str:
 
 def _comparison(study: Study, rows: Sequence[Row], goal: float | None) -> list[str]:
     at = "a common loss" if goal is None else f"loss {goal:.3f}"
-    titles = ["arm", "chosen", "n", "loss", f"less {study.reference}", "less data-parallel", "finished"]
+    parallel = ["less data-parallel"] if parallel_of(study) not in (None, study.reference) else []
+    titles = ["arm", "chosen", "n", "loss", f"less {study.reference}", *parallel, "finished"]
     titles += [f"steps to {at}", f"against {study.reference}, %", "MB sent"]
     has_absences = any(row.trained < 1 for row in rows)
     cells = []
@@ -222,7 +223,7 @@ def _comparison(study: Study, rows: Sequence[Row], goal: float | None) -> list[s
                 f"{count}, {row.diverged} diverged" if row.diverged else count,
                 shown(row.loss, ".4f"),
                 shown(row.to_reference, "+.4f"),
-                shown(row.to_parallel, "+.4f"),
+                *([shown(row.to_parallel, "+.4f")] if parallel else []),
                 shown(row.finished, ".4f"),
                 "never"
                 if row.steps is None and row.missed

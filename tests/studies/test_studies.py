@@ -202,6 +202,15 @@ def test_tables_have_intervals_and_refuse_runs_that_are_not_paired(
         tables.page(study(), found, "command")
 
 
+def test_the_reference_has_one_column_also_if_it_is_data_parallel_training() -> None:
+    arms = {"first": {"study.data_parallel": True}, "second": {}}
+    for reference, count in (("first", 1), ("second", 2)):
+        each = replace(study(), arms=arms, reference=reference)
+        [head, *_] = tables._comparison(each, [], None)
+        assert head.count("| less ") == count
+        assert f"| less {reference} |" in head
+
+
 @pytest.mark.parametrize("path", [path for path in SPECS if path.stem != "base"], ids=lambda path: path.stem)
 def test_the_studies_of_this_folder_can_begin(path: Path) -> None:
     """Every arm of every study, at full and at reduced size, has settings that work, and data-parallel training beside it.
