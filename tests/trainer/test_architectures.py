@@ -1,25 +1,22 @@
-"""CoCoDC on tiny models of many causal-LM families, built from their configs: covered, even, in step, and loadable again."""
+"""Fragments of tiny models of many causal-LM families, built from their configs: they hold every weight, and are even.
+
+`test_model_types` trains, resumes and loads models of every type.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_cocodc.parts.blocks import find_blocks
 from hf_cocodc.parts.fragments import strided
-from hf_cocodc.settings import OuterConfig
-from tests.toys import Region, batch, run, train_llama
 
 EVEN = 1.5
 """Largest fragment over smallest, of two. An uneven placement of the experts below comes to 1.8 to 4.1."""
 LAYERS = 4
-COCODC = OuterConfig(method="cocodc", sync_interval=4, num_fragments=2, overlap_steps=1, sends_per_interval=2)
-STEPS = 2 * 4  # two rounds
 COMMON = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -148,34 +145,8 @@ def causal_lm(family: str, seed: int = 0) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | FAMILIES[family]))
 
 
-class Trained(NamedTuple):
-    """What both regions end with, and region 0's weights before."""
-
-    models: list[PreTrainedModel]
-    landings: list[int]
-    before: dict[str, Tensor]
-
-
 QUICK = ("llama", "gpt2", "qwen3_moe", "mamba2", "jamba")
 CHOSEN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-
-
-@pytest.fixture(scope="module", params=CHOSEN)
-def trained(request: pytest.FixtureRequest) -> Trained:
-    """Two regions after two rounds on data of their own; they begin with different weights."""
-
-    def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = causal_lm(request.param, seed=index)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def live(region: Region) -> tuple[Any, int]:
-        for step in range(STEPS):
-            train_llama(region, step)
-        region.synchronizer.finish()
-        return region.model, region.synchronizer.totals.landings
-
-    models, landings = zip(*run(2, COCODC, build, live), strict=True)
-    return Trained(list(models), list(landings), causal_lm(request.param).state_dict())
 
 
 @pytest.mark.parametrize("family", CHOSEN)
@@ -201,25 +172,3 @@ def test_fragments_are_even(family: str) -> None:
     """No fragment is EVEN times as large as another, wherever the experts sit."""
     sizes = [fragment.numel for fragment in strided(2)(causal_lm(family))]
     assert max(sizes) <= EVEN * min(sizes), sizes
-
-
-def test_regions_end_with_the_same_bits(trained: Trained) -> None:
-    """After finish() both regions hold the same weights; these have moved, and every fragment has landed twice."""
-    first, second = (model.state_dict() for model in trained.models)
-    assert first.keys() == second.keys() == trained.before.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-    assert any(not torch.equal(tensor, trained.before[name]) for name, tensor in first.items())
-    assert min(trained.landings) >= 2 * 2
-
-
-@torch.no_grad()
-def test_the_global_model_is_an_ordinary_one(trained: Trained, tmp_path: Path) -> None:
-    """save_pretrained and from_pretrained give the same logits."""
-    model = trained.models[0].eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    tokens = batch(region=0, step=99)
-    logits = model(input_ids=tokens).logits
-    assert bool(logits.isfinite().all())
-    assert torch.equal(loaded(input_ids=tokens).logits, logits)
