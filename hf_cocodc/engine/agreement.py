@@ -221,7 +221,8 @@ def _in_words(differing: Mapping[str, list[int]], answers: Told) -> str:
 def _make_equal(link: Link, tensor: Tensor, is_mean: bool, what: str) -> None:
     """Give a tensor the mean over the regions, or the lowest region's values; the same bits everywhere."""
     own = raw(tensor.cpu()).numpy().tobytes()
-    answers = list(spread_all(link, own, what).values()) if is_mean else [spread(link, None, own, what)]
+    most = len(own)  # only tensors of one form in all regions are made equal, and they may be large
+    answers = spread_all(link, own, what, most).values() if is_mean else [spread(link, None, own, what, most)]
     values = [torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(tensor.shape) for each in answers]
     if is_mean:
         tensor.copy_(torch.stack([each.double() for each in values]).mean(dim=0))

@@ -14,6 +14,7 @@ from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.spreading import spread, spread_all
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.processes.test_link import run_over_tcp
@@ -138,6 +139,29 @@ def test_global_params_that_drifted_apart_become_region_0s(caplog: pytest.LogCap
         mine, theirs = run_in_lockstep(2, live)
     assert torch.equal(mine, theirs)
     assert "final global weights differed between regions and are region 0's now: weight" in caplog.text
+
+
+def test_tensors_above_the_limit_of_other_messages_are_made_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large embedding, and a large buffer that is averaged: their size is known, so no limit for what others send counts."""
+    monkeypatch.setattr(spread, "__defaults__", (1024,))
+    monkeypatch.setattr(spread_all, "__defaults__", (1024,))
+
+    def live(index: int, link: Link) -> dict[str, torch.Tensor]:
+        model = nn.Embedding(100, 8)
+        model.register_buffer("averaged", torch.full((1000,), float(index)))
+        model.register_buffer("counter", torch.full((1000,), index))
+        method = from_config(OuterConfig(method="diloco", sync_interval=2))
+        synchronizer = Synchronizer(model, method, link)
+        synchronizer.step()
+        synchronizer.step()
+        synchronizer.fragments[0].global_params.mul_(1 + 1e-6 * index)
+        synchronizer.finish()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    mine, theirs = run_in_lockstep(2, live)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert set(mine["averaged"].tolist()) == {0.5}
+    assert set(mine["counter"].tolist()) == {0}
 
 
 class Counting(nn.Linear):
