@@ -32,6 +32,7 @@ from ..errors import CheckpointError
 from ..link.base import Link
 from ..net.validation import MOST
 from ..parts.fragments import names_in
+from ..parts.tensors.flat import alone
 from . import manifest
 from .durable import replace, saving
 from .folders import begin_run, is_unsaved, run_of
@@ -62,7 +63,7 @@ _OF_DAMAGE = (
 
 
 def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON-able values, and its tensors by name: on the host, each in memory of its own, none twice."""
+    """A state as JSON-able values, and its tensors by name: each as `alone` makes it, none twice."""
     tensors: dict[str, Tensor] = {}
     return _take_apart(value, "", tensors, {}), tensors
 
@@ -93,9 +94,7 @@ def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[in
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = name
-            on_host = value.cpu()
-            alone = on_host.untyped_storage().nbytes() == on_host.nbytes
-            tensors[name] = on_host if alone else on_host.clone()  # safetensors refuses views of one memory
+            tensors[name] = alone(value)
         return {_TENSOR: seen[id(value)]}
     if isinstance(value, dict):
         return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}

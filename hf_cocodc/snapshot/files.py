@@ -110,14 +110,14 @@ def make_own(checkpoint: Path) -> None:
 
 def write_tree(state: Any, to: Path) -> None:
     """Write a state of tensors, numbers and text as `to`.json and `to`.safetensors. Raises CheckpointError if it is none."""
-    tree, tensors = take_apart(_with_items(state))
     try:
+        tree, tensors = take_apart(_with_items(state))
         Path(f"{to}.json").write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
-    except (TypeError, ValueError) as error:
+        save_file(tensors, f"{to}.safetensors")
+    except (RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{to.name} cannot be sent to another region: {error}. Copy the checkpoint by hand, or resume without that region."
         ) from error
-    save_file(tensors, f"{to}.safetensors")
 
 
 def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:

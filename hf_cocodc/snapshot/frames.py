@@ -88,13 +88,12 @@ class Frames:
     def send_tree(self, kind: str, value: Any) -> None:
         """Send a nested value of dicts, lists, texts, numbers and tensors."""
         tree, tensors = take_apart(value)
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in whole.items()
+            for name, tensor in tensors.items()
         }
         self.send(kind, tree=tree, tensors=shapes)
-        for tensor in whole.values():
+        for tensor in tensors.values():
             if tensor.numel():
                 self.send_bytes(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 

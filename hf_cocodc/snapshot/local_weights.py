@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..parts.tensors.flat import digests, local_shard, reshard
+from ..parts.tensors.flat import alone, digests, local_shard, reshard
 from .durable import replace
 from .manifest import FOLDER
 
@@ -72,7 +72,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = 
     """Write tensors, of which two may share memory, into a file that is complete or absent. For `unsaved` see
     `unsaved_buffers`: the model may make these only at its first forward pass.
     """
-    content = {name: _alone(tensor) for name, tensor in tensors.items()}
+    content = {name: alone(tensor) for name, tensor in tensors.items()}
     replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
 
 
@@ -158,9 +158,3 @@ def base_digest(model: nn.Module) -> str | None:
         return None
     checksums = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
     return f"{zlib.crc32(repr(checksums).encode()):08x}"
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the host, contiguous, in memory of its own: safetensors refuses views of one memory."""
-    on_host = tensor.detach().cpu().contiguous()
-    return on_host if on_host.untyped_storage().nbytes() == on_host.nbytes else on_host.clone()

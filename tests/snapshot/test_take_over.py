@@ -118,6 +118,30 @@ def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) ->
     assert not (own / "pytorch_model_fsdp_0").exists()
 
 
+def test_a_state_of_strided_tensors_arrives(tmp_path: Path) -> None:
+    """AdamW's moments have the strides of their parameter: those of images are often in channels_last."""
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert not state["state"][0]["exp_avg"].is_contiguous()
+    files.write_tree(state, tmp_path / "optimizer.pt")
+    files._put_together(tmp_path / "optimizer.pt", tmp_path / "own.pt")
+    assert same(torch.load(tmp_path / "own.pt", weights_only=True), state)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.eye(3).to_sparse(), WEIGHTS["weight"].detach(), object()],
+    ids=["sparse", "shared", "neither tensor nor number"],
+)
+def test_a_state_that_cannot_travel_is_refused(other: Any, tmp_path: Path) -> None:
+    """With an error that a donor expects: its own training goes on."""
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be sent to another region: "):
+        files.write_tree({"state": [WEIGHTS["weight"], other]}, tmp_path / "optimizer.pt")
+
+
 class Evil:
     """What a pickle can do."""
 

@@ -60,6 +60,12 @@ def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
     return tensors
 
 
+def alone(tensor: Tensor) -> Tensor:
+    """A plain tensor on the host, contiguous, in memory of its own: safetensors refuses strides, and views of one memory."""
+    on_host = tensor.detach().cpu().contiguous()
+    return on_host if on_host.untyped_storage().nbytes() == on_host.nbytes else on_host.clone()
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """The part of `tensor` on this rank: the own shard of a DTensor (FSDP2), else the tensor itself."""
     from torch.distributed.tensor import DTensor
