@@ -420,7 +420,8 @@ class Inventory:
             num_damaged += manifest.is_sealed(path) and not another
             if not held or step in self._damaged:
                 skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        holdings = Holdings(run, is_unsaved, num_damaged, tuple(held))
+        # a kill in `seal` leaves a complete checkpoint beside the word that says that there is none
+        holdings = Holdings(run, is_unsaved and not held, num_damaged, tuple(held))
         return asdict(holdings), skipped
 
     def _run(self) -> int:
@@ -456,14 +457,16 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     """From now on `folder` holds this run, up to `step`: its later checkpoints no longer count. Those of another run stay, and
     `save_total_limit` does not count them. Raises CheckpointError if the disk refuses.
     """
-    folders.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
+    run = start.run or run
     for later, path in folders.checkpoints(folder).items():
-        if later > step and folders.unusable(path, hashes=False) is None:
+        if later > step and folders.unusable(path, run, hashes=False) is None:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
+    # last: a complete checkpoint in the folder of an unsaved run counts
+    folders.begin_run(folder, run, unsaved=start.checkpoint is None)
     folders.point(folder)
     earlier = [path.name for path in folders.checkpoints(folder).values() if folders.is_of_another_run(path)]
     if earlier:

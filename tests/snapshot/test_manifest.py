@@ -23,7 +23,7 @@ from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
 from hf_cocodc.snapshot.files import take_over
-from hf_cocodc.snapshot.resume import Inventory, checkpoint_to_resume
+from hf_cocodc.snapshot.resume import Inventory, Start, checkpoint_to_resume, settle_in
 
 FILES = (
     "model.safetensors",
@@ -195,6 +195,33 @@ def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
         CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
     ):
         holding_nothing_else(whole.parent)
+
+
+def test_a_kill_before_seal_has_ended_loses_no_checkpoint(whole: Path) -> None:
+    """The first one of a run is complete, and the folder still says that the run has none."""
+    folders.begin_run(whole.parent, 7, unsaved=True)
+    assert holding_nothing_else(whole.parent) == 4
+    state.seal(whole)
+    assert not folders.is_unsaved(whole.parent)
+
+
+def test_a_run_that_starts_once_more_gives_its_checkpoints_up_first(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in between leaves none that would count in the folder of an unsaved run."""
+
+    def killed(folder: Path, run: int, unsaved: bool) -> None:
+        raise InterruptedError
+
+    folders.begin_run(whole.parent, 7)
+    with monkeypatch.context() as during:
+        during.setattr(folders, "begin_run", killed)
+        with pytest.raises(InterruptedError):
+            settle_in(whole.parent, 99, Start(None, 7), step=0, region=0)
+    assert holding_nothing_else(whole.parent) == 0
+    manifest.write(whole, run=7)
+    settle_in(whole.parent, 99, Start(None), step=0, region=0)
+    assert manifest.is_sealed(whole), "it is of another run than 99"
 
 
 def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) -> None:
