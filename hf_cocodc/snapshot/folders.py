@@ -210,8 +210,10 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
         return
     other = is_of_another_run(checkpoint, run)
     name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
-    taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
-    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    ours = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    matches = (ours.fullmatch(each.name) for each in checkpoint.parent.iterdir())
+    newest = max((int(match[1] or 1) for match in matches if match), default=0)
+    aside = checkpoint.with_name(f"{name}-{newest + 1}" if newest else name)
     logger.warning(
         "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
     )

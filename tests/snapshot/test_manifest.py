@@ -168,6 +168,22 @@ def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, nam
     assert list(folders.checkpoints(checkpoint.parent)) == []
 
 
+def test_no_two_checkpoints_are_renamed_to_one_name(checkpoint: Path) -> None:
+    """Also not if the user has deleted the first of them, or has a file of a similar name."""
+    folders.begin_run(checkpoint.parent, 7)
+    kept = shutil.copytree(checkpoint, checkpoint.parent / "kept")
+    put(checkpoint.parent / "checkpoint-4.replaced.txt", b"the user's")
+    names = []
+    for turn in range(3):
+        before = set(checkpoint.parent.iterdir())
+        folders.make_room(checkpoint)
+        names += [path.name for path in set(checkpoint.parent.iterdir()) - before]
+        if turn == 1:
+            shutil.rmtree(checkpoint.parent / names[0])
+        shutil.copytree(kept, checkpoint)
+    assert names == ["checkpoint-4.replaced", "checkpoint-4.replaced-2", "checkpoint-4.replaced-3"]
+
+
 def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
     (checkpoint / state.COMPLETE).unlink()
     folders.make_room(checkpoint)
