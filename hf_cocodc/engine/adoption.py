@@ -86,30 +86,17 @@ def make_equal(
 
 def carry_over(old: Sequence[FragmentState], new: Sequence[FragmentState], with_global: bool) -> None:
     """Copy outer momentum and, if asked, global params to new fragments; states of whole fragments begin anew."""
-    sources = _pieces(old, with_global)
-    for key, targets in _pieces(new, with_global).items():
-        for name, pieces in targets.items():
-            for start, target in pieces:
-                for other, source in sources.get(key, {}).get(name, ()):
-                    _copy_overlap(start, target, other, source)
+    held = [(each.fragment, _flats_of(each, with_global)) for each in old]
+    for each in new:
+        for key, target in _flats_of(each, with_global).items():
+            for fragment, sources in held:
+                if key in sources:
+                    copy_rows(each.fragment, target, fragment, sources[key])
 
 
-Pieces = dict[str, list[tuple[int, Tensor]]]
-"""For each parameter its pieces: the first row, and a view of a flat tensor."""
-
-
-def _pieces(fragments: Sequence[FragmentState], with_global: bool) -> dict[str, Pieces]:
-    """The pieces in every flat tensor of the fragments, by the name of the tensor."""
-    pieces: dict[str, Pieces] = {}
-    for each in fragments:
-        flats = dict(_flats(each.outer, each.fragment.numel))
-        if with_global:
-            flats["global_params"] = each.global_params
-        for key, flat in flats.items():
-            of_key = pieces.setdefault(key, {})
-            for name, piece in _views(each.fragment, flat):
-                of_key.setdefault(name, []).append(piece)
-    return pieces
+def _flats_of(state: FragmentState, with_global: bool) -> dict[str, Tensor]:
+    flats = dict(_flats(state.outer, state.fragment.numel))
+    return {**flats, "global_params": state.global_params} if with_global else flats
 
 
 def _views(fragment: Fragment, flat: Tensor) -> Iterator[tuple[str, tuple[int, Tensor]]]:
