@@ -56,15 +56,23 @@ def sound_counts(value: Any, levels: int = 0) -> None:
     if levels and isinstance(value, list | tuple):
         for each in value:
             sound_counts(each, levels - 1)
-    elif type(value) is not int or value < 0:
+    elif not _is_count(value):
         raise ValueError(f"{str(value)[:80]!r} is no count")
 
 
 def sound_numbers(*numbers: Any, signed: bool = False) -> None:
     """Check finite numbers, not negative unless `signed`. Raises ValueError for anything else."""
     for each in numbers:
-        if type(each) not in (int, float) or not math.isfinite(each) or (each < 0 and not signed):
+        if not _is_number(each, signed):
             raise ValueError(f"{str(each)[:80]!r} is no number that a run saves")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any, signed: bool = False) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and (value >= 0 or signed)
 
 
 def same_layout(saved: list, fragments: Sequence[Fragment]) -> None:
@@ -129,41 +137,25 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
             )
 
     for name in _COUNTS:
-        count = state.get(name, 0)
-        hold(type(count) is int and count >= 0, name, count)
+        hold(_is_count(state.get(name, 0)), name, state.get(name))
     for name in HISTORIES:
         history = state.get(name, [])
-        hold(
-            isinstance(history, list)
-            and len(history) <= LONGEST_HISTORY
-            and all(map(_is_finite if name == "losses" else _is_norm, history)),
-            *(name, history),
-        )
-    lr_sum, before = state["lr_sum"], 0
-    hold(isinstance(lr_sum, float | int) and math.isfinite(lr_sum), "lr_sum", lr_sum)
+        are_sound = isinstance(history, list) and all(_is_number(each, name == "losses") for each in history)
+        hold(are_sound and len(history) <= LONGEST_HISTORY, name, history)
+    hold(_is_number(state["lr_sum"], signed=True), "lr_sum", state["lr_sum"])
+    before, flat = 0, torch.empty(numel, device="meta")
     for each in state["in_flight"]:
         sent_at = each["sent_at"]
-        hold(type(sent_at) is int and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
+        hold(_is_count(sent_at) and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
         before = sent_at
         for name in ("norm", "reference", "pace"):
-            hold(_is_norm(each.get(name, 0.0)), f"{name} of a transfer", each.get(name))
+            hold(_is_number(each.get(name, 0.0)), f"{name} of a transfer", each.get(name))
         for name in ("snapshot", "global_params", "mean", "outer_grad"):
-            flat = each[name]
-            if name == "outer_grad" and flat is None:
-                continue
-            seen = f"{list(flat.shape)} {flat.dtype}" if isinstance(flat, Tensor) else type(flat).__name__
-            hold(seen == f"[{numel}] torch.float32", f"{name} of a transfer", seen)
+            if name != "outer_grad" or each[name] is not None:
+                same_structure(each[name], flat, f"{what}, {name} of a transfer")
         members = each.get("members", range(len(each["trailers"])))
         hold(
             len(members) == len(each["trailers"]) > 0 and list(members) == sorted(set(members)),
             "members of a transfer",
             members,
         )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def _is_norm(value: Any) -> bool:
-    return isinstance(value, float) and 0 <= value < math.inf
