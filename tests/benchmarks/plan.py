@@ -8,6 +8,7 @@ the README. Needs Linux network namespaces: root, or a kernel that allows user n
 
 import argparse
 import dataclasses
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
-from hf_cocodc.tools.bench.workers import PORT, coordinator_in_region_0, run, serve
+from hf_cocodc.tools.bench.workers import run, serve
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean
 from hf_cocodc.tools.plan.flights import LinkFigures
 from hf_cocodc.tools.plan.forecast import Subject, codecs_of
@@ -31,6 +32,11 @@ from .workload import model_of
 
 PROGRAM = "tests.benchmarks.plan"
 SHAPE = {"num_hidden_layers": 16, "intermediate_size": 401}
+PORT = 29650
+COORDINATOR = (
+    *(sys.executable, "-m", "hf_cocodc", "coordinator"),
+    *("--host", "0.0.0.0", "--port", str(PORT), "--insecure"),
+)
 H, PACE_S = 20, 0.1
 RESULTS = Path(__file__).parents[2] / "docs" / "evidence" / "benchmarks" / "plan.json"
 
@@ -114,18 +120,17 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     link = LinkFigures(**spec["link"])
     cells = [Cell(*each) for each in spec["cells"]]
     regions = spec["regions"]
-    with coordinator_in_region_0(spec["coordinator"], spec["region"], regions):
-        for cell in [each for each in cells for _ in range(TRAININGS[each.link])]:
-            speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
-            planned = subject_of(link, PACE_S, speeds, regions)
-            found = _train(spec, config_of(cell), planned)
-            expected = mean(subject_of(link, found["step_s"], speeds, regions).trials(config_of(cell)))
-            yield {
-                **found,
-                "expected": expected.utilization,
-                "limit_mbit": planned.limit * 8 / 1e6,
-                "connections": planned.connections,
-            }
+    for cell in [each for each in cells for _ in range(TRAININGS[each.link])]:
+        speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
+        planned = subject_of(link, PACE_S, speeds, regions)
+        found = _train(spec, config_of(cell), planned)
+        expected = mean(subject_of(link, found["step_s"], speeds, regions).trials(config_of(cell)))
+        yield {
+            **found,
+            "expected": expected.utilization,
+            "limit_mbit": planned.limit * 8 / 1e6,
+            "connections": planned.connections,
+        }
 
 
 def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[str, Any]:
@@ -189,6 +194,7 @@ def compare(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         (link, count, uplinks), mine = LINKS[name], [cell for cell in cells if cell.link == name]
         rate = uplinks or link.rate / (count - 1)  # the emulator's is that of each pair
         with Wan(count, rtt_s=link.rtt_s, rate=rate, loss=link.loss, congestion=link.congestion) as wan:
+            wan.popen(0, COORDINATOR, stdout=subprocess.DEVNULL)  # only regions reach each other
             common = {
                 "coordinator": f"{wan.address(0)}:{PORT}",
                 "link": dataclasses.asdict(link),

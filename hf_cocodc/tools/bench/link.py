@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import platform
 import statistics
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...coordinator.client import Client
+from ...coordinator.messages import Hello, Terms
 from ...coordinator.server import serve_in_thread
 from ...errors import InputError, LinkError, nearest, shown
 from ...link.base import MeanRequest
@@ -27,8 +30,9 @@ from ...parts.tensors.flat import digest
 from ...parts.tensors.pieces import cores
 from .codec import KNOWN
 from .report import BenchReport, Row
-from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, serve, start_here
+from .workers import run, serve, start_here
 
+TIMEOUT_S = 120.0
 ROUND_TRIPS = 5
 RUN = "bench link"
 """Name of a measurement at a coordinator, if none is given."""
@@ -98,25 +102,13 @@ class Took(NamedTuple):
 
 def measure_here(trial: Trial, regions: int) -> Figures:
     """Measure between `regions` processes on this machine, over the loopback interface. Raises LinkError if one fails."""
-    secret = _secret_for(trial)
-    with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
-        spec = {"coordinator": served.address, "interface": None, "alone": False, "secret": secret}
-        return measure_between(trial, regions, start_here, spec)
-
-
-def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
-    """Measure between `regions` processes. Raises LinkError if one fails.
-
-    `spec` has more values for `_one_end`: coordinator, interface, secret, alone (whether region 0 must serve the coordinator).
-    """
-    common = {"secret": _secret_for(trial), **spec, "trial": dataclasses.asdict(trial), "regions": regions}
+    secret = new_secret() if trial.encrypt else None
+    common = {"secret": secret, "trial": dataclasses.asdict(trial), "regions": regions}
     num_threads = max(cores() // regions, 1)
-    [figures] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
+    with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
+        specs = [{**common, "coordinator": served.address, "region": region} for region in range(regions)]
+        [figures] = run(__name__, specs, start_here, num_threads)
     return Figures(**figures)
-
-
-def _secret_for(trial: Trial) -> str | None:
-    return new_secret() if trial.encrypt else None
 
 
 def take_part(
@@ -162,7 +154,15 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
         keys=keys,
     )
     compared = dataclasses.asdict(trial)
-    hello = hello_of(region, regions, host, compared)
+    hello = Hello(
+        region=region,
+        join=False,
+        host=host,
+        machine=platform.node(),
+        token=uuid.uuid4().hex,
+        terms=Terms(count=regions, timeout_s=TIMEOUT_S),
+        compared=compared,
+    )
     try:
         client.meet(hello, TIMEOUT_S)
     except BaseException:
@@ -210,22 +210,14 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
     )
 
 
-def report(
-    trial: Trial,
-    results: Figures,
-    setting: Row,
-    rate: float | None = None,
-    rtt_s: float | None = None,
-) -> BenchReport:
+def report(trial: Trial, results: Figures, setting: Row, rate: float | None = None) -> BenchReport:
     """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
-    `rate` is bits per second of a region to all others together; None takes the best transfer as the floor. `rtt_s=None` takes
-    the measured.
+    `rate` is bits per second of a region to all others together; None takes the best transfer as the floor.
     """
     bits = results.bytes_sent * 8
-    rtt = results.round_trip_s if rtt_s is None else rtt_s
     fastest = min(results.seconds)
-    floor = bits / rate + rtt if rate is not None else fastest
+    floor = bits / rate + results.round_trip_s if rate is not None else fastest
     names = {"first": results.seconds[0]}
     if len(results.seconds) > 1:
         names[f"median of {len(results.seconds) - 1} more"] = statistics.median(results.seconds[1:])
@@ -262,12 +254,12 @@ def report(
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One region of `measure_between`."""
-    region, regions, address = spec["region"], spec["regions"], spec["coordinator"]
+    """One region of `measure_here`."""
     keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
-    with coordinator_in_region_0(address, region, regions, keys) if spec["alone"] else nullcontext():
-        figures = take_part(Trial(**spec["trial"]), address, region, regions, spec["interface"], keys=keys)
-    yield dataclasses.asdict(figures)
+    trial = Trial(**spec["trial"])
+    yield dataclasses.asdict(
+        take_part(trial, spec["coordinator"], spec["region"], spec["regions"], keys=keys)
+    )
 
 
 if __name__ == "__main__":

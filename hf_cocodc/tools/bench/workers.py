@@ -2,26 +2,17 @@
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from typing import IO, Any
 
-from ...coordinator.caller import CoordinatorConnection, error_of
-from ...coordinator.messages import Hello, Post, Posted, Refuse, Terms, Welcome
-from ...coordinator.server import serve_in_thread
 from ...errors import CocodcError, LinkError
-from ...net.keys import Keys
 
-TIMEOUT_S = 120.0
-PORT = 29650
-"""Of the coordinator that a measurement starts itself."""
 POLL_S = 0.05
 LAST_LINES = 6
 
@@ -88,88 +79,6 @@ def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None
         code = 1
     sys.stderr.flush()
     os._exit(code)  # whatever thread still waits for another region
-
-
-def hello_of(region: int, regions: int, host: str, compared: Mapping[str, Any]) -> Hello:
-    """What a region of a measurement says of itself: others reach it at `host`, and the run ends when a region is lost."""
-    return Hello(
-        region=region,
-        join=False,
-        host=host,
-        machine=platform.node(),
-        token=uuid.uuid4().hex,
-        terms=Terms(count=regions, timeout_s=TIMEOUT_S),
-        compared=dict(compared),
-    )
-
-
-class OtherRegions:
-    """The regions of a measurement, which exchange values over the coordinator, beside the link that they measure.
-
-    Waits until the coordinator (HOST:PORT) and all regions are there. Raises LinkError if one does not come.
-    """
-
-    def __init__(self, address: str, region: int, regions: int, keys: Keys | None = None) -> None:
-        self.region = region
-        self._told: dict[tuple[str, int], Any] = {}
-        self._exchanges = 0
-        self._connection = CoordinatorConnection(address, "measurement", "region", keys, timeout_s=TIMEOUT_S)
-        self._connection.send(hello_of(region, regions, "", {}))
-        welcome = self._next(Welcome, "the other regions")
-        self._others = [place.member for place in welcome.members if place.member.region != region]
-
-    def exchange(self, mine: Any) -> list[Any]:
-        """Exchange a value with all regions; returns the values by region. All regions must call in the same order."""
-        self._exchanges += 1
-        topic = f"exchange {self._exchanges}"
-        for other in self._others:
-            self._connection.send(Post(to=other, topic=topic, content={"value": mine}))
-        received = {each.region: self._told_by(each.region, topic) for each in self._others}
-        return [value for _, value in sorted({**received, self.region: mine}.items())]
-
-    def leave(self) -> None:
-        """Leave in good order: region 0 last, because the coordinator ends with it."""
-        for other in self._others:
-            if self.region == 0:
-                self._told_by(other.region, "left")
-            elif other.region == 0:
-                self._connection.send(Post(to=other, topic="left", content={"value": None}))
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _told_by(self, region: int, topic: str) -> Any:
-        """The value that a region has sent on this topic; waits for it."""
-        while (topic, region) not in self._told:
-            message = self._next(Posted, f"region {region}")
-            self._told[message.topic, message.sender.region] = message.content["value"]
-        return self._told.pop((topic, region))
-
-    def _next(self, kind: type, whom: str) -> Any:
-        """The next message of this kind."""
-        until = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < until:
-            message = self._connection.receive(1.0)
-            if isinstance(message, kind):
-                return message
-            if isinstance(message, Refuse):
-                raise error_of(message)
-        raise LinkError(f"region {self.region} has heard nothing of {whom} for {TIMEOUT_S:g} s.")
-
-
-@contextmanager
-def coordinator_in_region_0(
-    address: str, region: int, regions: int, keys: Keys | None = None
-) -> Iterator[OtherRegions]:
-    """Region 0 serves the coordinator inside the block, because only regions reach each other, and leaves it last."""
-    with ExitStack() as undo:
-        if region == 0:
-            secrets = [] if keys is None else [keys]
-            served = serve_in_thread("0.0.0.0", int(address.rpartition(":")[2]), secrets)
-            undo.callback(served.close)
-        others = undo.enter_context(closing(OtherRegions(address, region, regions, keys)))
-        yield others
-        others.leave()
 
 
 def _new_lines(output: IO[bytes], position: int) -> tuple[list[bytes], int]:
