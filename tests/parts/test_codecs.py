@@ -593,8 +593,8 @@ def settle(codec: LowRank, rank: int, steps: int, num_regions: int = 2) -> list[
         ]
         arrivals = transfer(codec, grads, states, fragment)
         for region, arrival in enumerate(arrivals):
-            in_force = states[region]["rank"]
-            assert arrival.bytes_sent == codec.wire_bytes(fragment, region, num_regions, in_force)
+            at_this_rank = lowrank(states[region]["rank"], codec.coder)
+            assert arrival.bytes_sent == at_this_rank.wire_bytes(fragment, region, num_regions)
             assert arrival.bytes_sent <= codec.wire_bytes(fragment, region, num_regions)
         states = [arrival.result.state for arrival in arrivals]
         history.append(states)

@@ -67,13 +67,12 @@ class LowRank:
         mean = _assemble(fragment, sides, p, q, first.mean[p_numel:])
         return Result(mean, own, self._next(state, warm, q))
 
-    def wire_bytes(self, fragment: Fragment, region: int, num_regions: int, rank: int | None = None) -> int:
-        """Payload bytes of one transfer at `rank` (the "rank" of a state), by default the first and highest."""
-        rank = self.rank if rank is None else rank
+    def wire_bytes(self, fragment: Fragment, region: int, num_regions: int) -> int:
+        """Payload bytes of one transfer at the first and highest rank."""
         sides = self._sides(fragment)
         rest = fragment.numel - sum(map(math.prod, sides.values()))
-        first = rank * sum(rows for rows, _ in sides.values()) + rest
-        second = rank * sum(cols for _, cols in sides.values())
+        first = self.rank * sum(rows for rows, _ in sides.values()) + rest
+        second = self.rank * sum(cols for _, cols in sides.values())
         return sum(message_bytes(self.coder, numel, region, num_regions) for numel in (first, second))
 
     def _sides(self, fragment: Fragment) -> dict[int, tuple[int, int]]:
