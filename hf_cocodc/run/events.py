@@ -29,7 +29,10 @@ LINE_KINDS = (
             "timing": "where times come from: measured, simulated or none.",
             "bytes_sent": "bytes that this region has sent so far.",
             "outer": "the settings of the method.",
-            "run": "unique name that regions agree on whenever they meet; a resumed run gets a new one.",
+            "run": (
+                "unique name that regions agree on whenever they meet; a resumed run gets a new one. Only in a run that goes "
+                "on without a lost region (`regions.on_loss`)."
+            ),
             "from_region": (
                 "the region whose state this one continues from; only if it joins the run or has no checkpoint of "
                 "its own. The journal is then new, or that of the run that the region comes back to."
