@@ -171,13 +171,10 @@ class Elastic:
 
     def _news(self, session: RegionSession) -> News:
         session.reap()
-        wants = set()
-        while session.wants:
-            wants.add(session.wants.popleft())
-        later = {member for member in wants if session.is_ending(member)}
-        session.wants.extend(sorted(later))
-        wants -= later
-        wanted = tuple(member for member in sorted(wants) if not session.offers_again(member))
+        # the client's thread may change `session.wants` meanwhile
+        now = sorted(member for member in session.wants.copy() if not session.is_ending(member))
+        session.wants.difference_update(now)
+        wanted = tuple(member for member in now if not session.offers_again(member))
         return News(wanted, session.leaves or self._outer.endings.leaves)
 
     def _give_base(self, member: Member) -> None:

@@ -6,7 +6,7 @@ import platform
 import secrets
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -248,7 +248,7 @@ class RegionSession:
 
     def __init__(self, context: RegionContext, link: TcpLink) -> None:
         self.context, self.link = context, link
-        self.wants: deque[Member] = deque()
+        self.wants: set[Member] = set()
         self.leaves = ""
         self._asks_to_leave = False
         self._answers_at = time.monotonic()
@@ -446,10 +446,9 @@ class RegionSession:
         """Take a message of the coordinator, in the thread of its client."""
         match message:
             case Posted(sender=sender, topic="base"):
-                self.wants.append(sender)
+                self.wants.add(sender)
             case Posted(sender=sender, topic="enough"):
-                if sender in self.wants:  # it has given up before this region came to it
-                    self.wants.remove(sender)
+                self.wants.discard(sender)  # it may have given up before this region came to it
                 self._end_donation(sender, "in", "it is in the run")
             case Posted(sender=sender, topic=topic, content=content):
                 self._donors.hear(sender, topic, content)
