@@ -1,6 +1,5 @@
 """Show the progress of all regions, from their journals and from what they say that they are doing."""
 
-import json
 import os
 import shutil
 import sys
@@ -12,7 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import short
+from ..run.journal import lines_of
 from ..status import LEFT, PHASES, heard, phase_in_words, phase_of
+from ..tools.report.journals import wrong_with
 
 LINE_S = 60.0
 """Where the output is no terminal, lines are at most so far apart."""
@@ -154,7 +155,9 @@ class Display:
             self.say(self._notes[index].pop(0))
 
     def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
-        """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run."""
+        """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run. What a
+        damaged line says is not shown.
+        """
         journal = self._journals[index]
         if not journal.is_file():
             return [], False
@@ -166,7 +169,8 @@ class Display:
             file.seek(self._positions[index])
             whole, newline, _ = file.read().rpartition(b"\n")
         self._positions[index] += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()], is_new_file
+        events = [each for _, each in lines_of(whole) if isinstance(each, dict) and wrong_with(each) is None]
+        return events, is_new_file
 
     def _is_line_due(self) -> bool:
         """Whether a minute has passed since the last line, or a tenth of the run if there is a loss to show."""

@@ -14,6 +14,8 @@ from hf_cocodc.cli.display import Display
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.status import ENV_STATUS, LEFT, tell
 
+START: dict[str, Any] = {"num_regions": 2, "num_fragments": 1, "outer": {"method": "diloco"}}
+
 
 def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -45,6 +47,17 @@ def test_a_region_that_goes_on_shows_the_step_of_its_journal_and_no_old_loss(
     display.update()
     said = capsys.readouterr().out
     assert "step 60/100" in said and "9.5" not in said
+
+
+def test_a_damaged_line_of_a_journal_is_not_shown(tmp_path: Path) -> None:
+    """A machine that lost its power may leave one: with --resume or --join, the command would end, and its regions with it."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path).write("log", step=40, loss=9.5)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "lo\0\xff\n[]\n{"step": 50}\n{"kind": "log", "time_s": 1, "step": 60}\n')
+    display = Display([0], [path], 100, resumed=True)
+    display.update()
+    assert display.step == 60
 
 
 class Clock:
@@ -202,11 +215,11 @@ def test_a_narrow_terminal_keeps_the_losses(run: Run, monkeypatch: pytest.Monkey
 def test_a_line_names_the_last_landing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Once if the regions shown are equally far, otherwise that of each; one that changed nothing is one too."""
     for region in (0, 1):
-        run.journals[region].write("land", step=20, fragment=0)
+        run.journals[region].write("land", step=20, fragment=0, sent_at=10)
         run.train(region, 21)
     run.after(60)
     assert "utilization 95 %  last landing at step 20  " in capsys.readouterr().out
-    run.journals[1].write("void", step=40, fragment=0)
+    run.journals[1].write("void", step=40, fragment=0, sent_at=30)
     run.after(60)
     assert "last landing at step 20, 40" in capsys.readouterr().out
     run.display.lose(0, "region 0 is lost")
@@ -217,7 +230,7 @@ def test_a_line_names_the_last_landing(run: Run, capsys: pytest.CaptureFixture[s
 def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The line goes on with the others; each change of the members is said once, whoever has written it."""
     for region in (0, 1):
-        run.journals[region].write("start", step=0, region=region)
+        run.journals[region].write("start", step=0, region=region, **START)
         run.journals[region].write("epoch", step=0, epoch=0, losses=0, members=[0, 1], why="")
         run.journals[region].write("log", step=10, loss=3.0)
         run.train(region, 10)
@@ -260,7 +273,7 @@ def test_a_region_that_is_lost_elsewhere_has_a_way_back(run: Run, capsys: pytest
 def test_a_region_that_has_left_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Its last step and its last word are shown no longer."""
     for region in (0, 1):
-        run.journals[region].write("start", step=0, region=region)
+        run.journals[region].write("start", step=0, region=region, **START)
         run.journals[region].write("epoch", step=0, epoch=0, losses=0, members=[0, 1], why="")
         run.train(region, 10)
     run.tell(0, LEFT)
@@ -297,7 +310,7 @@ def test_a_region_that_joins_says_how_it_comes_in(
     tell("joining the run", news="joins run 'mine', which trains at step 40")
     tell("getting a base", news="gets a base of step 41 from region 0")
     display.update()
-    journal.write("resume", step=41, region=3)
+    journal.write("resume", step=41, region=3, **START)
     display.update()
     tell("training", news="is in the run, from step 44 on")
     tell("training", step=44)

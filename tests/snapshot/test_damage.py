@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
 
 LAST, BEFORE = STEPS - 2, STEPS - 4
+START: dict[str, Any] = {"region": 0, "num_regions": 2, "num_fragments": 1, "outer": {"method": "diloco"}}
 Damage = Callable[[Path, Path], None]
 
 
@@ -200,11 +202,14 @@ def test_the_command_says_how_training_starts_only_once_it_has_started(
 ) -> None:
     """Whatever is appended to the journal of the run before, which had started from step 0, is no start of this run."""
     path = tmp_path / "journal.jsonl"
-    Journal(path).write("start", step=0)
+    Journal(path).write("start", step=0, **START)
     display = Display([0], [path], 100, resumed=True)
     display.update()
     with path.open("a") as file:
-        file.write(json.dumps({"kind": "error", "step": 0, "message": "every checkpoint is damaged"}) + "\n")
+        file.write(
+            json.dumps({"kind": "error", "time_s": 1.0, "step": 0, "message": "every checkpoint is damaged"})
+            + "\n"
+        )
     display.update()
     assert "training starts" not in capsys.readouterr().out
 
@@ -213,13 +218,13 @@ def test_the_command_says_what_was_skipped(tmp_path: Path, capsys: pytest.Captur
     """Once, and not what an earlier resume of the run has skipped."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    journal.write("start", step=0)
+    journal.write("start", step=0, **START)
     journal.write("note", step=4, message="an old word")
     mark = journal.mark()
     display = Display([0], [path], 100, resumed=True)
     display.update()
     journal = Journal(path, mark)
-    journal.write("resume", step=4)
+    journal.write("resume", step=4, **START)
     journal.write("note", step=4, message="region 0: checkpoint-8 is not used")
     display.update()
     display.update()
