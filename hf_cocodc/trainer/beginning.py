@@ -1,7 +1,6 @@
 """What the regions of a Trainer agree on before step 1: the length of the run, and when they save and evaluate."""
 
 import math
-import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..errors import InputError
 from ..link.base import Link
 from ..run.newcomer import get_base, joins
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
+from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, check_same_habits
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
 from ..snapshot.receive import Received
@@ -119,17 +118,6 @@ def _save_state(trainer: Trainer, folder: Path) -> None:
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
-def agree_on_length(
-    link: Link, max_steps: int, is_fixed: bool, known: Mapping[int, Beginning] = _NOTHING
-) -> Beginning:
-    """The inner steps that all regions make (this one would make `max_steps`), and a number for the run. A collective call.
-
-    `is_fixed`: the learning rate schedule is made already. `known`: what a member has told a newcomer. Raises HandshakeError if
-    the schedule of a region is made already, and too long.
-    """
-    return agree_on_start(link, Beginning(max_steps, is_fixed, secrets.randbits(48)), known)
-
-
 def check_habits(
     link: Link,
     args: TrainingArguments,
@@ -140,8 +128,8 @@ def check_habits(
 ) -> Habits:
     """Check that all regions save, and evaluate if need be, at the same inner steps; returns when. A collective call.
 
-    `averages`: an evaluation while training shows the mean of the regions' own global weights. `known`: see `agree_on_length`.
-    Raises HandshakeError if two regions differ.
+    `averages`: an evaluation while training shows the mean of the regions' own global weights. `known`: what a member has
+    told a newcomer. Raises HandshakeError if two regions differ.
     """
     own = Habits(
         saves=interval(args.save_strategy, state.save_steps, args, loader, state.max_steps),

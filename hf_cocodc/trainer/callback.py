@@ -4,6 +4,7 @@ The callback finds its Trainer and wraps some methods of that object (see `patch
 """
 
 import logging
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +23,7 @@ from ..resolve import as_config, from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.starting import Beginning, Habits
+from ..run.starting import Beginning, Habits, agree_on_start
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.recipe import Recipe, facts_of_data
@@ -30,7 +31,7 @@ from ..snapshot.checkpoint import Saved, read
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
-from .beginning import agree_on_length, base_for, check_habits, go_along, take_part, told
+from .beginning import base_for, check_habits, go_along, take_part, told
 from .best import Best
 from .hub import only_region_0_creates
 from .leaving import answer, first_signal, leave, say_farewell
@@ -286,7 +287,8 @@ class CoCoDCCallback(TrainerCallback):
     def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:
         """The inner steps that all regions make, where this one would make `max_steps`. A collective call."""
         assert self._link is not None
-        self._beginning = agree_on_length(self._link, max_steps, is_fixed, told(self._base, Beginning))
+        own = Beginning(max_steps, is_fixed, secrets.randbits(48))
+        self._beginning = agree_on_start(self._link, own, told(self._base, Beginning))
         return self._beginning.max_steps
 
     @property

@@ -10,22 +10,24 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import Trainer, TrainerControl
+from transformers import Trainer
 
 from ..errors import CheckpointError, InputError
 from ..link.process_state import random_state_kept
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..settings import OuterConfig
 from ..snapshot.durable import saving
 from ..snapshot.export import put_into_folder
 from ..snapshot.folders import PREFIX, make_room, point, rotate
 from . import hub, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
+
+if TYPE_CHECKING:
+    from .callback import CoCoDCCallback
 
 WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
@@ -66,38 +68,10 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 
-class PatchedCallback(Protocol):
-    """The callback, as far as the wrappers need it; see `CoCoDCCallback`."""
-
-    config: OuterConfig
-    outer: OuterOptimizer | None
-    evaluate_on: str
-    region: int
-    started: float
-    blocked_before: float
-
-    @property
-    def in_training(self) -> bool:
-        """Whether the model holds local weights now."""
-        ...
-
-    def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
-        """Trains across regions, with Trainer's own method `train`."""
-        ...
-
-    def agree_on_length(self, max_steps: int) -> int:
-        """The inner steps that all regions make."""
-        ...
-
-    def hold(self, control: TrainerControl) -> None:
-        """Turns a request to stop this region into one to stop all."""
-        ...
-
-
 class Patches:
     """Wrappers for the methods of one Trainer; each gets the original method as its first argument."""
 
-    def __init__(self, trainer: Trainer, callback: PatchedCallback, best: Best) -> None:
+    def __init__(self, trainer: Trainer, callback: "CoCoDCCallback", best: Best) -> None:
         self._trainer, self._callback, self._best = trainer, callback, best
         self._shows_global = False
         handler = trainer.callback_handler
