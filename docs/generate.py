@@ -30,7 +30,6 @@ INTERNAL = {
     "HF_COCODC_OUTLIVES_COMMAND": "Whether this process trains on when the command ends.",
     "HF_COCODC_SPLIT": "Set by `split_world`, for the processes that it starts.",
     "HF_COCODC_STATUS": "Where a region reports its progress to the command.",
-    "HF_COCODC_STORE": "The old name of `HF_COCODC_COORDINATOR`. Refused.",
 }
 """What only this package sets."""
 

@@ -30,16 +30,6 @@ def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Rec
     return recipe
 
 
-def renamed(now: str) -> type[argparse.Action]:
-    """The action of an option that has had another name: it is refused, and the message says what it is called `now`."""
-
-    class Refusal(argparse.Action):
-        def __call__(self, parser: Any, options: Any, values: Any, option_string: str | None = None) -> None:
-            parser.error(f"{option_string} is called {now} now.")
-
-    return Refusal
-
-
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json, which becomes `options.json`: None, a file, or `STDOUT`."""
     parser.add_argument(
@@ -70,9 +60,8 @@ def write_json(options: argparse.Namespace, content: Any) -> None:
 
 
 def add_coordinator(parser: argparse.ArgumentParser, what: str, required: bool = False) -> None:
-    """Add the option for a coordinator's address, which has had another name."""
+    """Add the option for a coordinator's address."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", required=required, help=what)
-    parser.add_argument("--store", nargs="?", action=renamed("--coordinator"), help=argparse.SUPPRESS)
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:

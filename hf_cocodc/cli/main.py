@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from .. import __version__
-from ..errors import CocodcError, InputError, short, shown
+from ..errors import CocodcError, short, shown
 from ..settings import quiet_torch
 from . import (
     bench,
@@ -96,8 +96,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command and its options; the arguments after the first -- become `launcher`. argparse itself accepts -- only
     directly after the recipe, not after options that follow it.
     """
-    if argv[:1] == ["store"]:
-        raise InputError("hf-cocodc store is called hf-cocodc coordinator now.")
     dashes = argv.index("--") if "--" in argv else len(argv)
     options, unknown = parser().parse_known_args(argv[:dashes])
     if unknown:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 
 from ..errors import InputError
-from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, check_alone, from_env, refuse_old_names
+from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, check_alone, from_env
 from ..settings.recipe import Recipe
 
 
@@ -55,7 +55,6 @@ def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> 
     InputError if they contradict the recipe or the environment.
     """
     here = recipe.regions
-    refuse_old_names(os.environ)
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)
     count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region

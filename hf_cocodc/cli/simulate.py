@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from ..errors import InputError
 from ..settings.recipe import add_recipe
-from .checks import RATE, add_json, check, check_writable, recipe_of, renamed, write_json
+from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
 from .ending import report
 
 
@@ -30,12 +30,6 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--step-s", type=float, metavar="S", help="simulated seconds of an inner step")
     parser.add_argument("--rtt-ms", type=float, metavar="MS", help="simulated round trip of the link in ms")
     parser.add_argument("--rate-mbit", type=float, metavar="MBIT", help=f"simulated {RATE}")
-    for old, now in (
-        ("--step-time", "--step-s"),
-        ("--latency", "--rtt-ms (a round trip in ms: twice the latency)"),
-        ("--bandwidth", "--rate-mbit"),
-    ):
-        parser.add_argument(old, nargs="?", action=renamed(now), help=argparse.SUPPRESS)
     add_json(parser, "the summary")
     parser.set_defaults(run=run, parser=parser)
 

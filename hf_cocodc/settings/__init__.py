@@ -15,7 +15,6 @@ from .environment import (
     check_alone,
     from_env,
     quiet_torch,
-    refuse_old_names,
     warn_alone,
 )
 from .fields import check_host, require
@@ -36,7 +35,6 @@ __all__ = [
     "check_host",
     "from_env",
     "quiet_torch",
-    "refuse_old_names",
     "require",
     "warn_alone",
 ]

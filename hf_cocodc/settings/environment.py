@@ -16,7 +16,6 @@ ENV_COORDINATOR = "HF_COCODC_COORDINATOR"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
 ENV_SECRET = "HF_COCODC_SECRET"
-_OLD_COORDINATOR = "HF_COCODC_STORE"
 _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -25,14 +24,6 @@ def quiet_torch() -> None:
     without a name, of which we say more ourselves; torch reads the level when it is imported, and offers no other way.
     """
     os.environ.setdefault(_TORCH_LOGS, "ERROR")
-
-
-def refuse_old_names(env: Mapping[str, str]) -> None:
-    """Raise InputError if a variable is set that has another name now."""
-    if _OLD_COORDINATOR in env:
-        raise InputError(
-            f"{_OLD_COORDINATOR} is called {ENV_COORDINATOR} now. Set that, and unset the other."
-        )
 
 
 def check_alone(region: int | None, coordinator: str | None) -> None:

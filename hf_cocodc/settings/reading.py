@@ -28,11 +28,6 @@ _TAG = "tag:yaml.org,2002:"
 
 _EXTENDS = "extends"
 T = TypeVar("T")
-_GONE = {
-    "regions.store": "is called regions.coordinator now",
-    "regions.encrypt": "has gone: with a secret (regions.secret_file), all that regions send is encrypted",
-}
-"""Keys of earlier versions, and what became of them."""
 
 
 def read_file(path: str | os.PathLike) -> Any:
@@ -289,8 +284,6 @@ def build(cls: type[T], content: Any, section: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     dot = f"{section}." if section else ""
     for key in content:
-        if f"{dot}{key}" in _GONE:
-            raise InputError(f"{dot}{key} {_GONE[f'{dot}{key}']}.")
         if key not in fields:
             raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
     for name, each in fields.items():

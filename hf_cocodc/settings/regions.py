@@ -17,7 +17,6 @@ from .environment import (
     ENV_SECRET,
     check_alone,
     from_env,
-    refuse_old_names,
     warn_alone,
 )
 from .fields import Settings, check_host, documented, require, setting, take_number
@@ -261,7 +260,6 @@ class RegionConfig(Settings):
             InputError: a value contradicts the environment, or a needed value is missing.
         """
         env = os.environ if env is None else env
-        refuse_old_names(env)
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         coordinator = self.coordinator or env.get(ENV_COORDINATOR)

@@ -114,7 +114,7 @@ def write(folder: Path, section: str, behind: str = "") -> None:
 
 
 def _apart(text: str) -> tuple[str, str]:
-    """What stands before and behind our section. A section of an older version, without an end, ends at the next heading."""
+    """What stands before and behind our section. One whose end a user has deleted ends at the next heading."""
     before, heading, rest = text.partition(HEADING)
     if END in rest:
         return before, rest.partition(END)[2]

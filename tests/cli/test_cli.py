@@ -266,9 +266,6 @@ for words in {words!r}:
             ["doctor", "--set", "outer.rank", "10", "diloco.yaml"],
             "must be one argument: --set outer.rank=10",
         ),
-        (["simulate", "x.yaml", "--latency", "0.05"], "--latency is called --rtt-ms (a round trip in ms"),
-        (["simulate", "x.yaml", "--step-time=1"], "--step-time is called --step-s now"),
-        (["simulate", "x.yaml", "--bandwidth"], "--bandwidth is called --rate-mbit now"),
         (
             ["status", "--coordinator", "h:1", "--json"],
             "argument --json: name a FILE, or - for the standard output",
@@ -278,7 +275,7 @@ for words in {words!r}:
 def test_a_wrong_spelling_is_told_the_right_one(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that was right in an older version, and one that people try."""
+    """One that people try."""
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2

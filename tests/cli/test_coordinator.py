@@ -17,11 +17,6 @@ def secret_file(path: Path, content: str) -> str:
     return str(path)
 
 
-def test_the_old_name_is_refused_with_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["store", "--port", "0"]) == 2
-    assert "hf-cocodc store is called hf-cocodc coordinator now" in capsys.readouterr().err
-
-
 def test_other_machines_need_a_secret_or_insecure(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,13 +132,6 @@ def test_a_new_secret_is_for_its_owner_alone(tmp_path: Path, capsys: pytest.Capt
     assert len({Keys.from_secret(each.strip()).raw for each in printed}) == 2
 
 
-def test_a_key_that_has_gone_says_what_came_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "quickstart/diloco", "--set", "regions.encrypt=true"]) == 2
-    assert (
-        "regions.encrypt has gone: with a secret (regions.secret_file), all that" in capsys.readouterr().err
-    )
-
-
 def test_status_with_the_secret(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It sees the runs of its own secret, and no others."""
     served = serve_in_thread(secrets=[Keys.from_secret(SECRET), Keys.from_secret(OTHER)])

@@ -178,21 +178,3 @@ def test_nobody_leaves_a_run_that_ends_with_a_lost_region(
     assert "run 'fixed' ends when a region is lost: none can leave it" in capsys.readouterr().err
     assert not any(isinstance(each, LeaveNow) for each in regions[1].heard)
     part(*regions)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status"],
-        ["leave", "--region", "0"],
-        ["train", "quickstart/diloco"],
-        ["doctor", "quickstart/diloco"],
-        ["bench", "link"],
-    ],
-)
-def test_the_old_name_is_refused_with_the_new_one(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--store", "127.0.0.1:1"])
-    assert "--store is called --coordinator now." in capsys.readouterr().err

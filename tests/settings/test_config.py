@@ -384,14 +384,6 @@ def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
         from_config(OuterConfig(method=name))
 
 
-def test_the_store_is_called_coordinator_now() -> None:
-    """In the environment and in a recipe, the old name is refused with the new one."""
-    with pytest.raises(InputError, match="HF_COCODC_STORE is called HF_COCODC_COORDINATOR now"):
-        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_STORE": "h:1"})
-    with pytest.raises(InputError, match=r"regions\.store is called regions\.coordinator now"):
-        Recipe.load("quickstart/diloco", ["regions.store=h:1"])
-
-
 @pytest.mark.parametrize(
     ("announce", "expected"),
     [

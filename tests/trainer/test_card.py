@@ -68,9 +68,9 @@ def test_what_the_caller_says_counts(tmp_path: Path) -> None:
     assert seen == [("en", "mine"), (None, "mine"), ("en", "a-run"), (None, "a-run"), ("t",)]
 
 
-@pytest.mark.parametrize("earlier", ["", hub.END + "\n"], ids=["an older version's", "ours"])
+@pytest.mark.parametrize("earlier", ["", hub.END + "\n"], ids=["no end", "ours"])
 def test_only_our_section_is_replaced(earlier: str, tmp_path: Path) -> None:
-    """What stands before and behind it stays; older versions wrote no mark at the end, and their section ends at a heading."""
+    """What stands before and behind it stays; where a user has deleted the mark at the end, the section ends at a heading."""
     path = tmp_path / "README.md"
     before = f"---\nlicense: mit\n---\n# My model\n\nWords.\n\n{hub.HEADING}\n\nold figures\n{earlier}\n## Notes\n\nMine.\n"
     path.write_text(before, encoding="utf-8")
