@@ -13,13 +13,12 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, shown
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-BUILTINS = ("python-stdlib",)
 PACKED_TOGETHER = 1000  # documents
 TOKENIZED_TOGETHER = (
     16  # documents; until the result is converted, a tokenizer holds about 100 bytes per token
@@ -80,18 +79,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_text(
     builtin: str | None, path: str | None, name: str | None, split: str, text_column: str, streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the dataset of a recipe's section `data`: `builtin`, or `path` (on the Hub, or a local folder).
-
-    Raises InputError unless exactly one of them is set, and corpus, dataset, split and column exist.
+    """Load the dataset of a recipe's section `data`, which has checked that it names one: `builtin`, or `path` (on the Hub, or a
+    local folder). Raises InputError unless dataset, split and column exist.
     """
     import datasets
 
-    if (builtin is None) == (path is None):
-        raise InputError(f"data.builtin={shown(builtin)} and data.path={shown(path)}: give one of the two.")
-    if builtin is not None and builtin not in BUILTINS:
-        raise InputError(
-            f"data.builtin={shown(builtin)} is unknown.{nearest(builtin, BUILTINS)} Or set data.path."
-        )
     if builtin:
         dataset: Any = python_stdlib(split)
         dataset = dataset.to_iterable_dataset() if streaming else dataset

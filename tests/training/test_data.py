@@ -390,14 +390,9 @@ def test_load_text_folder(streaming: bool, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_load_text_refuses(tmp_path: Path) -> None:
-    """Unknown corpora and paths are refused with the nearest name, and exactly one of the two is needed."""
-    with pytest.raises(InputError, match=r"'python_stdlb' is unknown. Did you mean 'python-stdlib'\?"):
-        data.load_text("python_stdlb", None, None, "train", "text", False)
+    """A path is refused where nothing is."""
     with pytest.raises(InputError, match=r"data.path='.*nowhere'.*Name a dataset on the Hub or a folder"):
         data.load_text(None, str(tmp_path / "nowhere"), None, "train", "text", False)
-    for builtin, path in ((None, None), ("python-stdlib", "corpus")):
-        with pytest.raises(InputError, match=r"give one of the two"):
-            data.load_text(builtin, path, None, "train", "text", False)
 
 
 def test_import_is_light() -> None:
