@@ -1,4 +1,4 @@
-"""Writes the pages of `docs/reference` from the code: `python docs/generate.py`."""
+"""Writes the pages of `docs/reference` that come from the code: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import hf_cocodc
 from hf_cocodc.cli.main import EXIT_CODES, parser
-from hf_cocodc.run.events import LINE_KINDS
 from hf_cocodc.settings.reference import in_markdown
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -39,8 +38,6 @@ def pages() -> dict[str, str]:
     bodies = {
         "cli.md": _cli(),
         "environment-and-exit-codes.md": _environment(),
-        "journal.md": _journal(),
-        "metrics.md": _metrics(),
         "python.md": _python(),
         "recipe-keys.md": _recipe_keys(),
     }
@@ -137,46 +134,6 @@ def _environment() -> str:
             "",
             "Under `accelerate launch` these are the codes of the processes of your script; the launcher's own is 1 for all of",
             "them but 0. A script that does not catch `RunStopped` or `RunLeft` ends with their code, too.",
-        ]
-    )
-
-
-def _journal() -> str:
-    lines = [
-        "# The journal",
-        "",
-        "Every region writes a journal, `{output_dir}/region-{r}/cocodc/journal.jsonl`: one JSON object per line.",
-        "`hf-cocodc report` draws it. Names that end in `_s` are seconds; bytes are bytes; norms have no unit. Every line has:",
-        "",
-        *_table(
-            "field",
-            "meaning",
-            [
-                ("`kind`", "One of the kinds below."),
-                ("`step`", "The inner step."),
-                ("`time_s`", "Seconds since the run began."),
-            ],
-        ),
-    ]
-    for each in LINE_KINDS:
-        rows = [(f"`{name}`", _sentence(text)) for name, text in each.fields.items()]
-        lines += ["", f"## {', '.join(each.kinds)}", "", _sentence(each.meaning), ""]
-        lines += _table("field", "meaning", rows) if rows else []
-    return "\n".join(lines)
-
-
-def _metrics() -> str:
-    [log] = [each for each in LINE_KINDS if each.kinds == ("log",)]
-    rows = [(f"`{name}`", _sentence(text)) for name, text in log.fields.items() if name.startswith("outer/")]
-    return "\n".join(
-        [
-            "# Metrics",
-            "",
-            "With each log of the training loss, `training.report_to` gets these metrics of region 0, as `train/outer/...`.",
-            "TensorBoard is tested; trackio 0.43 was tried by hand; Weights & Biases was not tried. Without a",
-            "`training.run_name`, the run is named after the output folder and the region: `quickstart-diloco-region-0`.",
-            "",
-            *_table("metric", "meaning", rows),
         ]
     )
 

@@ -1,8 +1,9 @@
 """The record of a run: one JSON line per event, in the order of the events. Summary, pictures and report read only it.
 
 Every line has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). Norms have no
-unit; NaN and infinities become null. Older versions wrote fewer fields. `events.py` has the kinds and their fields; `epoch`,
-`retry`, `late`, `left` and `join` are only in runs that go on without a lost region (`regions.on_loss`).
+unit; NaN and infinities become null. Older versions wrote fewer fields. `docs/reference/journal.md` explains the kinds
+and their fields; `epoch`, `retry`, `late`, `left` and `join` are only in runs that go on without a lost region
+(`regions.on_loss`).
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
 all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a hash

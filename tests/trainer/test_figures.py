@@ -15,21 +15,29 @@ import hf_cocodc
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.errors import RunLeft
 from hf_cocodc.link.base import Link
-from hf_cocodc.run import events
-from hf_cocodc.run.events import LINE_KINDS
 from hf_cocodc.run.journal import read
 from tests.trainer.test_trainer import make
 
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
 IN_EVERY_LINE = {"kind", "time_s", "step"}
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def rows(text: str) -> set[str]:
+    """The names that a page's tables explain."""
+    return set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
 
 
 def fields() -> dict[str, set[str]]:
-    """The fields of a journal's lines, by kind."""
+    """The fields of a journal's lines that its page explains, by kind; a kind may have several headings."""
+    page = (REFERENCE / "journal.md").read_text(encoding="utf-8")
+    beginning, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    assert rows(beginning) == IN_EVERY_LINE
     found: dict[str, set[str]] = {}
-    for each in LINE_KINDS:
-        for kind in each.kinds:
-            found.setdefault(kind, set()).update(each.fields)
+    for section in sections:
+        heading, _, text = section.partition("\n")
+        for kind in heading.split(", "):
+            found.setdefault(kind, set()).update(rows(text))
     return found
 
 
@@ -51,16 +59,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_outer_figure_reaches_a_tracker_once(run: Path) -> None:
-    """One run, of region 0; `LINE_KINDS` describes each figure."""
+    """One run, of region 0; both pages explain each figure."""
     [events] = run.rglob("events.out.*")
     assert "region-0" in events.parts
     seen = EventAccumulator(str(events))
     seen.Reload()
     prefix = "train/outer/"
     found = {tag.removeprefix(prefix) for tag in seen.Tags()["scalars"] if tag.startswith(prefix)}
-    assert {f"outer/{name}" for name in found} == {
-        name for name in fields()["log"] if name.startswith("outer/")
-    }
+    assert {f"outer/{name}" for name in found} == rows((REFERENCE / "metrics.md").read_text(encoding="utf-8"))
+    assert {f"outer/{name}" for name in found} == fields()["log"]
     for name in found:
         steps = [each.step for each in seen.Scalars(prefix + name)]
         assert steps == sorted(set(steps))
@@ -102,10 +109,7 @@ def test_the_code_writes_what_is_described() -> None:
     for kind, calls in found.items():
         for call in calls:
             assert {word.arg for word in call.keywords if word.arg} <= described[kind] | IN_EVERY_LINE, kind
-    modules = [
-        path for path in Path(hf_cocodc.__file__).parent.rglob("*.py") if path != Path(events.__file__)
-    ]
-    code = "\n".join(path.read_text() for path in modules)
+    code = "\n".join(path.read_text() for path in Path(hf_cocodc.__file__).parent.rglob("*.py"))
     for kind, names in described.items():
         assert kind in found or f'"{kind}"' in code, kind
         for name in names:
