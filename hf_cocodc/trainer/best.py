@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
@@ -35,6 +37,7 @@ from ..snapshot.local_weights import buffers, restore, weights_file
 from ..snapshot.resume import Start
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
+from .weights import load_pretrained_
 
 logger = logging.getLogger(__name__)
 
@@ -290,21 +293,50 @@ class Best:
         """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""
         if self._known is None:
             return
-        trainer = self._trainer
-        saved = read(self._known, link.lane, checked=True)
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        config = continuing(config, saved.facts.settings)
-        self._show(engine_for(model, config, link, Journal(None), saved), self._known, saved)
+        if self._lacks_shards:
+            self._load_whole(self._known)
+        else:
+            saved = read(self._known, link.lane, checked=True)
+            config = continuing(config, saved.facts.settings)
+            self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+
+    @property
+    def _lacks_shards(self) -> bool:
+        """Whether the model is still whole where checkpoints hold the state of shards: Trainer shards it when it trains."""
+        is_sharded = any(isinstance(param, DTensor) for param in self._model.parameters())
+        return (
+            self._trainer.is_fsdp_enabled and self._trainer.accelerator.num_processes > 1 and not is_sharded
+        )
+
+    def _load_whole(self, best: Path) -> None:
+        """Load the global weights that `save_pretrained` has written into a checkpoint. Raises CheckpointError if they will not
+        do.
+        """
+        if self.averages:
+            raise CheckpointError(
+                f"with eager updates, the best model is the mean of the global weights of all regions; {best} has this region's "
+                "alone, and a model that FSDP2 has not sharded yet cannot take the others'. Set load_best_model_at_end=False to "
+                "load the model with which the run has finished."
+            )
+        load_pretrained_(self._model, best)
+        self._restore_buffers(best)
 
     def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
         """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""
-        accelerator = self._trainer.accelerator
-        model = accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
-        file = best / weights_file(accelerator.process_index if self._trainer.is_fsdp_enabled else 0)
-        if file.is_file():
-            restore(model, file, buffers(model))
+        self._restore_buffers(best)
         synchronizer.show_saved(saved.state)
+
+    def _restore_buffers(self, best: Path) -> None:
+        file = best / weights_file(
+            self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
+        )
+        if file.is_file():
+            restore(self._model, file, buffers(self._model))
 
     def _note(self, best: Path) -> None:
         """Note and log which weights the model holds now."""
