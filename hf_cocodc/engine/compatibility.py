@@ -1,7 +1,7 @@
 """Checks that a saved state fits the model and the method of this run."""
 
 import functools
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any, signed: bool = False) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and (value >= 0 or signed)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max and (value >= 0 or signed)
 
 
 def same_layout(saved: list, fragments: Sequence[Fragment]) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_cocodc import simulate
+from hf_cocodc.auto import warnings_of
 from hf_cocodc.cli.main import main
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config, settings
@@ -38,6 +39,17 @@ def command(mark: str) -> str:
 def test_every_recipe_is_complete(path: Path) -> None:
     """It loads, its method composes, its training and peft keys exist."""
     check(with_known_names(Recipe.load(path)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [each for each in RECIPES if each.parts[-2] != "llama-150m"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_a_recipe_does_not_do_what_we_warn_of(path: Path) -> None:
+    """llama-150m has the values of a paper, whose runs are compared with each other."""
+    recipe = Recipe.load(path)
+    assert warnings_of(recipe.outer, recipe.training["max_steps"]) == []
 
 
 @pytest.mark.slow

@@ -211,6 +211,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a count that is none": lambda content: fragment_of(content).update(num_sends=1.5),
     "a count below zero": lambda content: fragment_of(content).update(settled_at=-1),
     "a sum that is none": lambda content: fragment_of(content).update(lr_sum={"$float": "nan"}),
+    "a sum that no float can be": lambda content: fragment_of(content).update(lr_sum=10**400),
     "no trailers": lambda content: flight_of(content).update(trailers=[]),
     "members out of order": lambda content: flight_of(content).update(members=[1, 0]),
     "a trailer that is none": lambda content: flight_of(content).update(trailers=[3] * 2),
