@@ -124,6 +124,7 @@ class TcpLink:
         self._epochs: list[int] = []
         self._depth = 0
         self._closed = False
+        self._generation = 0  # a thread of an earlier life must never find its own number again
         self._enter(client, wire, client.welcome)
         self.parties: tuple[int, ...] = (self.region,)
         client.start(self._hear, self._sign, self._back)
@@ -158,7 +159,6 @@ class TcpLink:
         self._ready: deque[Pending] = deque()
         self._hand: InHand | None = None
         self._failure: BaseException | None = None
-        self._generation = 0
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
         self._late: set[Member] = set()

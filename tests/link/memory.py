@@ -80,7 +80,7 @@ def connected(regions: Sequence[int], **settings: Any) -> dict[int, Wire]:
     return wires
 
 
-def linked(
+def met(
     address: str,
     region: int,
     terms: Terms,
@@ -89,8 +89,8 @@ def linked(
     patience_s: float = PATIENCE_S,
     keys: Keys | None = None,
     **settings: Any,
-) -> TcpLink:
-    """A process that has met the others at a coordinator, or a newcomer. `settings`: of its wire, beside the usual ones."""
+) -> tuple[Client, Wire]:
+    """What a link needs of a process that has met the others at a coordinator, or of a newcomer. `settings`: of its wire."""
     client = Client(address, "run", keys, period_s)
     hello = Hello(
         region=region,
@@ -103,8 +103,22 @@ def linked(
     )
     client.meet(hello, patience_s)
     settings = {"connections": 2, "timeout_s": patience_s, "is_patient": terms.elastic, **settings}
-    wire = Wire(region, keys=keys, **settings)
-    return TcpLink(client, terms, wire, {}, timeout_s=settings["timeout_s"])
+    return client, Wire(region, keys=keys, **settings)
+
+
+def linked(
+    address: str,
+    region: int,
+    terms: Terms,
+    join: bool = False,
+    period_s: float = 0.1,
+    patience_s: float = PATIENCE_S,
+    keys: Keys | None = None,
+    **settings: Any,
+) -> TcpLink:
+    """The link of such a process; arguments as for `met`."""
+    client, wire = met(address, region, terms, join, period_s, patience_s, keys, **settings)
+    return TcpLink(client, terms, wire, {}, timeout_s=settings.get("timeout_s", patience_s))
 
 
 class Regions:
@@ -123,6 +137,10 @@ class Regions:
     def link(self, region: int, join: bool = False) -> TcpLink:
         """A process that has met the others; or a newcomer."""
         return linked(self.served.address, region, self._terms, join)
+
+    def begin_again(self, link: TcpLink) -> None:
+        """Be a newcomer, after `part_with`."""
+        link.begin_again(*met(self.served.address, link.region, self._terms, join=True))
 
     def run(self, body: Callable[[int, TcpLink], T]) -> dict[int, T | BaseException]:
         """body(region, link) for every region at once, and the end of its link: results, or the errors that ended regions."""

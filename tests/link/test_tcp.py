@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import re
+import threading
 import time
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from hf_cocodc.coordinator.messages import Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import rules
-from hf_cocodc.link.records import NOTHING_TO_SAY
+from hf_cocodc.link.base import Arrival, MeanRequest
+from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
 from hf_cocodc.link.tcp import TcpLink
-from tests.link.memory import Regions
+from hf_cocodc.parts import codecs
+from tests.link.memory import PATIENCE_S, Regions, at_once, wait_until
 from tests.link.training import STEPS, Died, Trained, check, method_of, train_all
+from tests.parts.test_codecs import fragment_of
+
+
+class Told(NamedTuple):
+    """A number."""
+
+    number: int
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming", "co2", "dilocox"])
@@ -60,6 +74,45 @@ def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
     with pytest.raises(LinkError, match="before it has a base"):
         newcomer.mean(None)  # type: ignore[arg-type]
     assert [link.members for link in regions.links[:2]] == [(0, 1)] * 2
+    regions.end()
+
+
+def test_a_thread_that_hangs_in_an_earlier_life_ends_with_it() -> None:
+    """It is in a call's `then` while its process parts with the run and comes back: another one makes the new calls."""
+    before = set(threading.enumerate())
+    regions = Regions(2)
+    stays, link = regions.links
+    held, released = threading.Event(), threading.Event()
+    hung: list[threading.Thread] = []
+
+    def hang(arrival: Arrival) -> None:
+        hung.append(threading.current_thread())
+        held.set()
+        released.wait(PATIENCE_S)
+
+    converse = partial(codecs.fp32().converse, torch.ones(4), fragment_of((4,)), {})
+    link.mean(MeanRequest(converse, 4, Trailer, "a mean", then=hang))
+    stays.mean(MeanRequest(converse, 4, Trailer, "a mean")).wait()
+    assert held.wait(PATIENCE_S)
+    link.part_with()
+    regions.begin_again(link)
+    released.set()
+    hung[0].join(PATIENCE_S)
+    assert not hung[0].is_alive()
+    log: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    link.follow(iter(log.get, None))
+    stays.log_to(lambda item: log.put(item) is None)
+    assert not link.apply(link.next_marker())
+    link.say_ready()
+    wait_until(lambda: stays.knows)
+    stays.gather(Told(0), "before it comes in")
+    stays.regroup(stays.knows)
+    while not link.apply(link.next_marker()):
+        pass
+    gathered = at_once(*(partial(each.gather, Told(each.region), "after") for each in regions.links))
+    assert gathered == [(Told(0), Told(1))] * 2
+    workers = {each for each in threading.enumerate() if each.name == "hf_cocodc-link"} - before
+    assert len(workers) == len(regions.links)
     regions.end()
 
 
