@@ -116,7 +116,7 @@ def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
 
 def texts(link: Link, own: str, what: str) -> dict[int, str]:
     """Every region's text, by region. A collective call."""
-    answers = link.together(lambda: spread_all(link, own.encode(), what), what)
+    answers = spread_all(link, own.encode(), what)
     return {region: text.decode() for region, text in answers.items()}
 
 

@@ -152,13 +152,6 @@ class Link(Protocol):
         """Called at every landing: a change that all its trailers know counts from the next inner step on."""
         ...
 
-    def together(self, call: Callable[[], T], what: str) -> T:
-        """Make gathers and broadcasts that belong together; again, if the members of the last are not those of the first.
-
-        What `call` returns or raises counts only if the members did not change meanwhile. Messages call it `what`.
-        """
-        ...
-
     @property
     def timing(self) -> str:
         """Whether `clock` shows "measured" or "simulated" seconds, or "none": it stands still."""
@@ -257,9 +250,6 @@ class FixedMembers:
 
     def landed(self, arrival: Arrival) -> None:
         """Nothing changes."""
-
-    def together(self, call: Callable[[], T], what: str) -> T:
-        return call()
 
 
 class ArrivedHandle:

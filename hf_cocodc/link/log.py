@@ -40,7 +40,6 @@ class Entry:
 
     Attributes:
         kind: "mean", "gather" or "broadcast".
-        epoch: number of changes when it completed.
         rows: trailers or records of `members`: (members, ROW) fp64; (0, ROW) for a broadcast.
         values: the mean (fp32), or the bytes of a broadcast (uint8); empty for a gathering.
         state: the codec's next state. Residuals are each region's own: lists of their lengths stand in (`drop_residuals`).
@@ -50,7 +49,6 @@ class Entry:
     op: int
     kind: str
     what: str
-    epoch: int
     members: tuple[int, ...]
     rows: Tensor
     values: Tensor
@@ -171,7 +169,6 @@ def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
 
 def _check(entry: Entry) -> None:
     whole(entry.op)
-    whole(entry.epoch)
     expected = 0 if entry.kind == "broadcast" else len(entry.members)
     is_sound = (
         entry.kind in ("mean", "gather", "broadcast")

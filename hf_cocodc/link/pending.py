@@ -56,11 +56,6 @@ class Pending:
         return self.call
 
     @property
-    def epoch(self) -> int:
-        """Number of the epoch in which it completed."""
-        return self.done.changes + self.done.losses
-
-    @property
     def parties(self) -> tuple[int, ...]:
         """The regions that took part."""
         return tuple(member.region for member in self.done.parties)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LinkError
 from ..parts.codecs.base import Result
 from ..parts.tensors.memory import HOST, Pool
 from .base import Arrival, Handle, Link, MeanRequest
@@ -48,7 +47,6 @@ class SharedLink:
         self.is_elastic = is_elastic
         everybody = range(num_regions)
         self._news = _News(everybody, everybody, takes_part=True, of_mean=everybody, changes=-1)
-        self._seen: set[tuple[int, ...]] = set()
         self.lane, self.num_lanes = 0, 1
         self.replicas = True
         self.timing = "measured"
@@ -90,24 +88,6 @@ class SharedLink:
         if self._link is not None:
             self._link.landed(arrival)
 
-    def together(self, call: Callable[[], T], what: str) -> T:
-        outer = self._seen
-        while True:
-            self._seen, error = set(), None
-            try:
-                value = call()
-            except LinkError:
-                raise
-            except Exception as raised:
-                error = raised
-            finally:
-                seen, self._seen = self._seen, outer | self._seen
-            if len(seen) <= 1:
-                break
-        if error is not None:
-            raise error
-        return value
-
     @property
     def awaits(self) -> int | None:
         return None if self._link is None else self._link.awaits
@@ -137,7 +117,6 @@ class SharedLink:
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.lead(lambda link: link.broadcast(flat, what, source), what)
-        self._note_parties()
         flat.copy_(self.share(flat))
 
     def count_broadcasts(self) -> int:
@@ -145,11 +124,7 @@ class SharedLink:
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         records = self.lead(lambda link: link.gather(record, what), what)
-        self._note_parties()
         return self.share_records(type(record), records or (), self.parties)
-
-    def _note_parties(self) -> None:
-        self._seen.add(self.parties)
 
     def leave_note(self, reason: str) -> None:
         if self._link is not None:

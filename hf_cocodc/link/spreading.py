@@ -1,12 +1,16 @@
 """What all regions tell each other at one moment: records and bytes, by region."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ..errors import RegionLostError
 from .base import Link
 from .records import Record
+
+T = TypeVar("T")
+Told = TypeVar("Told")
 
 MOST = 1 << 26
 """Bytes that a region may spread if its caller sets no limit."""
@@ -30,25 +34,40 @@ def spread(link: Link, source: int | None, own: bytes, what: str, most: int = MO
     Raises RegionLostError, before memory is taken, if the region wants to send more than `most` bytes.
     """
 
-    def spread_two() -> bytes:
+    def told() -> int:
         length = torch.tensor([len(own)], dtype=torch.int64)
         link.broadcast(length.view(torch.float32), f"the length of {what}", source)
-        return _spread(link, source, own, int(length), what, most)
+        return int(length)
 
-    return link.together(spread_two, what)
+    return _among_the_same(link, told, lambda length: _spread(link, source, own, length, what, most))
 
 
 def spread_all(link: Link, own: bytes, what: str, most: int = MOST) -> dict[int, bytes]:
     """The bytes of every region, by region. A collective call; messages call it `what`. Raises as `spread`."""
 
-    def spread_each() -> dict[int, bytes]:
-        lengths = gather(link, _Length(len(own)), f"the length of {what}")
+    def told() -> dict[int, _Length]:
+        return gather(link, _Length(len(own)), f"the length of {what}")
+
+    def spread_each(lengths: dict[int, _Length]) -> dict[int, bytes]:
         return {
             region: _spread(link, region, own, length.num_bytes, f"{what} of region {region}", most)
             for region, length in lengths.items()
         }
 
-    return link.together(spread_each, what)
+    return _among_the_same(link, told, spread_each)
+
+
+def _among_the_same(link: Link, first: Callable[[], Told], rest: Callable[[Told], T]) -> T:
+    """What `rest` makes of what `first` has told; both again, while members are lost between their calls.
+
+    All regions find the same, whatever link they have, and so make equally many calls.
+    """
+    while True:
+        told = first()
+        parties = link.parties
+        value = rest(told)
+        if link.parties == parties:
+            return value
 
 
 def _spread(link: Link, source: int | None, own: bytes, size: int, what: str, most: int) -> bytes:

@@ -121,8 +121,6 @@ class TcpLink:
         self._notes: dict[int, str] = {}
         self._step = 0
         self._warned_at = self._frozen_at = 0.0
-        self._epochs: list[int] = []
-        self._depth = 0
         self._closed = False
         self._generation = 0  # a thread of an earlier life must never find its own number again
         self._enter(client, wire, client.welcome)
@@ -269,7 +267,7 @@ class TcpLink:
         if log is not None:
             entry = log.ask("broadcast", what).wait()
             copy_bytes(entry, flat)
-            self._note(entry.epoch, entry.members)
+            self.parties = entry.members
             return
 
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
@@ -284,16 +282,16 @@ class TcpLink:
         pending = self._submit(what, make, finish)
         flat.view(torch.uint8).copy_(pending.wait())
         self._broadcast_bytes += pending.bytes_sent + pending.void_bytes
-        self._note(pending.epoch, pending.parties)
+        self.parties = pending.parties
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         if self.standing is Standing.JOINING:
-            self._note(0, (self.region,))
+            self.parties = (self.region,)
             return (record,)
         log = self._log_to_ask()
         if log is not None:
             entry = log.ask("gather", what).wait()
-            self._note(entry.epoch, entry.members)
+            self.parties = entry.members
             return records_in(entry, type(record))
 
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
@@ -305,30 +303,9 @@ class TcpLink:
 
         pending = self._submit(what, make, finish)
         all_records = pending.wait()
-        self._note(pending.epoch, pending.parties)
+        self.parties = pending.parties
         self._gathered = pending
         return all_records
-
-    def together(self, call: Callable[[], T], what: str) -> T:
-        while True:
-            start = len(self._epochs)
-            self._depth += 1
-            try:
-                value: T | None = call()
-                error: Exception | None = None
-            except LinkError:
-                raise
-            except Exception as raised:
-                value, error = None, raised
-            finally:
-                self._depth -= 1
-                epochs = self._epochs[start:]
-                if not self._depth:
-                    self._epochs = []
-            if len(set(epochs)) <= 1:
-                if error is not None:
-                    raise error
-                return value  # type: ignore[return-value]  # what the call returned
 
     def landed(self, arrival: Arrival) -> None:
         self.beat, self.landed_at = replace(self.beat, landed_at=self._step), time.monotonic()
@@ -1012,16 +989,10 @@ class TcpLink:
 
         def make() -> Entry:
             kept = values.to("cpu", copy=True)  # the engine overwrites the mean
-            header = pending.done.number, kind, pending.what, pending.epoch, pending.parties
+            header = pending.done.number, kind, pending.what, pending.parties
             return Entry(*header, rows_of(records), kept, drop_residuals(state), seconds, square)
 
         self._sinks.write(make, pending.done.number)
-
-    def _note(self, epoch: int, parties: tuple[int, ...]) -> None:
-        """Remember in which epoch a gathering or a broadcast was, and who took part."""
-        self.parties = parties
-        if self._depth:
-            self._epochs.append(epoch)
 
     def _without_log(self, error: BaseException) -> BaseException:
         """The error of a call whose entry will not come. A member has no other way to get this result."""

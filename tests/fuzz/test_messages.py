@@ -58,7 +58,7 @@ NAMES = (
         "hello",
         "address",
     ),
-    *("op", "epoch", "members", "rows", "values", "state", "seconds", "square", "what", "residual", "codec"),
+    *("op", "members", "rows", "values", "state", "seconds", "square", "what", "residual", "codec"),
     *("$tensor", "$float", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
 )
 LEAVES = (
@@ -85,7 +85,7 @@ WITH_TENSORS = st.recursive(
     max_leaves=15,
 )
 ENTRY = to_plain(
-    Entry(4, "mean", "a mean", 1, (0, 2), torch.zeros(2, ROW).double(), torch.zeros(6), {"residual": [6]})
+    Entry(4, "mean", "a mean", (0, 2), torch.zeros(2, ROW).double(), torch.zeros(6), {"residual": [6]})
 )["entry"]
 MARKER = to_plain(Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,)))["marker"]
 MINE: dict[str, Any] = {

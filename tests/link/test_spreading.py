@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
+from hf_cocodc.engine.agreement import texts
 from hf_cocodc.errors import RegionLostError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.records import Record
 from hf_cocodc.link.spreading import gather, spread, spread_all
+from hf_cocodc.link.tcp import TcpLink
+from tests.link.memory import Regions
+from tests.link.training import Died
 
 
 class Told(NamedTuple):
@@ -55,3 +61,28 @@ def test_a_length_beyond_what_is_expected_takes_no_memory() -> None:
         return said
 
     assert run_in_lockstep(2, tell) == [[1, 1]] * 2
+
+
+def test_a_loss_between_calls_that_belong_together_lets_them_be_made_once_more() -> None:
+    """Not twice: a region whose ranks share a link (`test_ranks`) would make fewer calls than the others."""
+
+    def body(region: int, link: TcpLink) -> tuple[dict[int, str], Counter[str]]:
+        gathers: Counter[str] = Counter()
+        make = link.gather
+
+        def counted(record: Record, what: str) -> tuple[Record, ...]:
+            gathers[what] += 1
+            return make(record, what)
+
+        def die(*args: object) -> None:
+            raise Died("its process has died")
+
+        with (
+            mock.patch.object(link, "gather", counted),
+            mock.patch.object(link, "broadcast", die if region == 2 else link.broadcast),
+        ):
+            return texts(link, f"of {region}", "texts"), gathers
+
+    found = Regions(3).run(body)
+    assert isinstance(found.pop(2), Died)
+    assert list(found.values()) == [({0: "of 0", 1: "of 1"}, {"the length of texts": 2})] * 2

@@ -53,7 +53,6 @@ ENTRY = Entry(
     op=3,
     kind="mean",
     what="fragment 0 sent at step 4",
-    epoch=1,
     members=(0, 2),
     rows=torch.arange(2.0 * ROW, dtype=torch.float64).view(2, ROW),
     values=torch.arange(7.0),
