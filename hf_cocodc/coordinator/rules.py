@@ -1016,12 +1016,15 @@ class _Work:
         decisions = {each.decision.number: each for each in (*state.decisions, *in_effect)}
         newest = (_decisions(back), back.changes) >= (state.losses, state.applied)
         members = tuple(sorted(place.member for place in back.members))
-        known = set(state.known) | {each.member for each in announced.values() if each.kind == "join"}
-        if back.is_member:
-            known |= {back.member}
+        applied = max(state.applied, back.changes)
+        known = set(state.known)
+        if back.is_member:  # only the members know who has come in: others may name one that has left since
+            known |= {back.member, *(each.member for each in back.announced if each.kind == "join")}
             if newest:
                 known |= set(members)
-        applied = max(state.applied, back.changes)
+        known -= {
+            each.member for each in announced.values() if each.kind == "leave" and each.number <= applied
+        }
         losses = max(state.losses, _decisions(back))
         # what was reported of a loss that has been decided, as this call shows, says nothing of the next one
         reports = {each: report for each, report in state.reports.items() if report.number == losses}

@@ -3,8 +3,21 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import Ask, Back, Decided, Decision, Hello, Place, Refuse, Report, Terms
+from hf_cocodc.coordinator.messages import (
+    Ask,
+    Back,
+    Change,
+    Decided,
+    Decision,
+    Hello,
+    Place,
+    Refuse,
+    Report,
+    Terms,
+)
 from hf_cocodc.coordinator.rules import Came, Run, SendTo
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.rules import Begin, Part, Standing
@@ -71,6 +84,20 @@ def test_a_newcomer_that_the_members_count_already_is_not_announced_again() -> N
         state, _ = coordinator.step(state, Came(who, back), 0.0)
     assert not state.recovers and state.changes == 1
     assert NEWCOMER in state.members and not state.newcomers
+
+
+@pytest.mark.parametrize("tells", [NEWCOMER, FIRST])
+def test_a_coordinator_waits_for_nobody_that_has_come_and_left(tells: Member) -> None:
+    """A newcomer tells what was announced before it came; or a member does that has yet to count it."""
+    gone = Member(4, 9)
+    announced = Change(number=1, kind="join", member=gone), Change(number=2, kind="leave", member=gone)
+    state = Run(name="run")
+    backs = [replace(_back(each, True, 0), changes=2) for each in MEMBERS if each != tells]
+    for who, back in enumerate(
+        (replace(_back(tells, tells != NEWCOMER, 0), changes=0, announced=announced), *backs)
+    ):
+        state, _ = coordinator.step(state, Came(who, back), 0.0)
+    assert not state.recovers and state.members == MEMBERS and state.changes == 2 and not state.announced
 
 
 def test_a_coordinator_whose_file_is_older_than_the_run_sends_its_newcomers_away() -> None:
