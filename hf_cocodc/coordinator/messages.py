@@ -293,7 +293,7 @@ class Welcome:
         joins: whether the run trains already: this is a newcomer.
         members: with whom the run begins, or who takes part; `others` are other newcomers.
         compared: what the regions are, in the order of `members`; of the first one if it joins.
-        losses, changes: decisions on losses, and changes announced so far.
+        losses: decisions on losses so far.
         step: the furthest inner step known.
         relay: port of the relay on the coordinator's machine; None if there is none.
     """
@@ -306,7 +306,6 @@ class Welcome:
     others: tuple[Place, ...] = ()
     compared: tuple[dict[str, Any], ...]
     losses: int = 0
-    changes: int = 0
     step: int = 0
     relay: int | None = None
 

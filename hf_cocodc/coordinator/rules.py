@@ -704,7 +704,6 @@ class _Work:
                 others=self.places(each for each in state.newcomers if each not in state.expected),
                 compared=(dict(state.compared),),
                 losses=state.losses,
-                changes=state.changes,
                 step=max(steps, default=0),
             ),
         )

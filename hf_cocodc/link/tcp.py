@@ -142,17 +142,14 @@ class TcpLink:
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
         members = tuple(place.member for place in welcome.members)
         standing = Standing.JOINING if welcome.joins else Standing.MEMBER
-        changes = 0 if welcome.joins else welcome.changes
         self._part = Part(
             me=self.me,
             elastic=self.terms.elastic,
             standing=standing,
             roster=() if welcome.joins else members,
-            changes=changes,
             losses=welcome.losses,
         )
         self._decisions: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
-        self._skipped = welcome.changes if welcome.joins else 0
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
         self._hand: InHand | None = None
@@ -711,8 +708,7 @@ class TcpLink:
                 self._whys.update(zip(message.decision.lost, message.whys, strict=False))
                 self._feed(message)
             case Announce(change=change):
-                if change.number > self._skipped:
-                    self._feed(rules.Known(change))
+                self._feed(rules.Known(change))
             case Suspect():
                 self._suspect(message)
             case Hears(member=member, hears=True):

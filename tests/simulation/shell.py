@@ -122,7 +122,7 @@ class Shell(Actor):
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
         self._decisions: list[Decided] = []
-        self._skipped, self._wait_s = 0, _FIRST_WAIT_S
+        self._wait_s = _FIRST_WAIT_S
         self.answers = False  # whether a coordinator is there, and decides
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
@@ -142,10 +142,8 @@ class Shell(Actor):
             elastic=self.terms.elastic,
             standing=Standing.JOINING if welcome.joins else Standing.MEMBER,
             roster=() if welcome.joins else members,
-            changes=0 if welcome.joins else welcome.changes,
             losses=welcome.losses,
         )
-        self._skipped = welcome.changes if welcome.joins else 0
         for place in (*welcome.members, *welcome.others):
             self.hosts[place.member] = place.host
             if place.member != self.me:
@@ -440,7 +438,7 @@ class Shell(Actor):
                 self.world.checks.decided(self, message)
                 self._decisions.append(message)
                 self.feed(message)
-            case Announce(change=change) if change.number > self._skipped:
+            case Announce(change=change):
                 self.feed(rules.Known(change))
             case Suspect():
                 self._suspect(message)
