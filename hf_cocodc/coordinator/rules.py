@@ -125,7 +125,6 @@ class Seat:
     """A connected member or newcomer of the run that trains. `moved_at`: its step has changed; `op_at`: its transfer has."""
 
     member: Member
-    host: str
     since: float
     heard_at: float
     beat: Beat = Beat()
@@ -687,7 +686,7 @@ class _Work:
             told=_without(state.told, who),
             seats={
                 **state.seats,
-                who: self.seat(me, hello.host),
+                who: self.seat(me),
             },
             newcomers={**state.newcomers, me: Newcomer()},
             hosts={**state.hosts, me: hello.host},
@@ -807,14 +806,6 @@ class _Work:
             else:
                 self.wait(who, f"no run {state.name!r} trains here")
 
-    def has_finished(self) -> str:
-        """For a region that may have been started again after the end: that it waits for a new run."""
-        ended = self.state.ended
-        if ended is None or ended.how != "finished":
-            return ""
-        where = f"; its model lies at {ended.place}" if ended.place else ""
-        return f"run {self.state.name!r} has finished at step {ended.step}{where}. A new run begins once all its regions are here"
-
     def gather(self) -> None:
         """Compare the regions that wait for each other, and begin once all are here."""
         state = self.state
@@ -901,7 +892,7 @@ class _Work:
             tickets=state.tickets + len(members),
             questions=state.questions,
             hellos={who: hello for who, hello in state.hellos.items() if who not in here.values()},
-            seats={here[member.region]: self.seat(member, hosts[member]) for member in members},
+            seats={here[member.region]: self.seat(member) for member in members},
         )
         compared = tuple(dict(hello.compared) for hello in hellos.values())
         for member in members:
@@ -980,7 +971,7 @@ class _Work:
         for rival in [each for each in rivals if each != back.member]:
             self.send_away(rival, "LeftBehind", ANOTHER)
         state = self.state
-        seat = self.seat(back.member, back.host)
+        seat = self.seat(back.member)
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
         self.tell(Hears(member=back.member, hears=True))
@@ -1083,10 +1074,10 @@ class _Work:
 
     # -- helpers
 
-    def seat(self, member: Member, host: str) -> Seat:
+    def seat(self, member: Member) -> Seat:
         """The seat of a process that has connected now."""
         now = self.now
-        return Seat(member=member, host=host, since=now, heard_at=now, moved_at=now, op_at=now)
+        return Seat(member=member, since=now, heard_at=now, moved_at=now, op_at=now)
 
     def change(self, **news: Any) -> None:
         self.state = replace(self.state, **news)
