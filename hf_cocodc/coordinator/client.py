@@ -28,7 +28,6 @@ from .messages import (
     Back,
     Beat,
     Bye,
-    FromCommand,
     FromRegion,
     Hello,
     Refuse,
@@ -37,7 +36,6 @@ from .messages import (
     Waiting,
     Welcome,
     from_plain,
-    to_plain,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,20 +59,6 @@ def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | N
     """The port of the relay on a coordinator's machine; None if there is none. Raises like CoordinatorConnection."""
     answer = _answer(CoordinatorConnection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
     return None if answer.get("relay") is None else int(answer["relay"])
-
-
-def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout_s: float) -> Any:
-    """The coordinator's answer to one message of a command.
-
-    Raises:
-        MeetingError: like CoordinatorConnection; or no answer comes within `timeout_s`.
-        CocodcError: the error that the coordinator's refusal names.
-    """
-    connection = CoordinatorConnection(address, run, "command", keys, timeout_s=timeout_s)
-    answer = from_plain(_answer(connection, timeout_s, to_plain(message)))
-    if isinstance(answer, Refuse):
-        raise error_of(answer)
-    return answer
 
 
 def told_by_doctors(

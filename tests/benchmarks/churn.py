@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_cocodc import OuterConfig
-from hf_cocodc.coordinator import client
 from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.errors import CocodcError, InputError
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.outer import METHODS
+from tests.coordinator.regions import ask
 from tests.processes.coming_worker import HURRY, step_of
 from tests.processes.forks import fork, rank_env, torch_master
 
@@ -185,8 +185,8 @@ class Churn:
         if life is not None:
             self._note("asks to leave:", life)
             life.done.add("leave")
-            asked = (self.coordinator.address, None, "churn", AskLeave(region=life.region), 10.0)
-            threading.Thread(target=_suppressed(client.ask), args=asked, daemon=True).start()
+            asked = (self.coordinator.address, "churn", AskLeave(region=life.region), 10.0)
+            threading.Thread(target=_suppressed(ask), args=asked, daemon=True).start()
 
     def _come(self, region: int) -> None:
         """A lost region, or a new one, comes."""

@@ -1,13 +1,16 @@
 """Regions as tests need them: a client, and what it has heard."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_cocodc.coordinator.caller import CoordinatorConnection, error_of
 from hf_cocodc.coordinator.client import Client
-from hf_cocodc.coordinator.messages import Back, Beat, Hello, Place, Terms, Welcome
+from hf_cocodc.coordinator.messages import Back, Beat, FromCommand, Hello, Place, Refuse, Terms, Welcome
+from hf_cocodc.errors import MeetingError
 from hf_cocodc.net.keys import Keys
 from tests.secret import secret
 
@@ -130,6 +133,18 @@ def try_to_meet(
     for thread in threads:
         thread.join()
     return results
+
+
+def ask(address: str, run: str, message: FromCommand, timeout_s: float = 5.0) -> Any:
+    """The coordinator's answer to one message of a command. Raises the error that its refusal names."""
+    with contextlib.closing(CoordinatorConnection(address, run, "command", None)) as connection:
+        connection.send(message)
+        answer = connection.receive(timeout_s)
+    if answer is None:
+        raise MeetingError("the coordinator does not answer")
+    if isinstance(answer, Refuse):
+        raise error_of(answer)
+    return answer
 
 
 def part(*regions: Region) -> None:

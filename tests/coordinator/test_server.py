@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.coordinator.caller import CoordinatorConnection
-from hf_cocodc.coordinator.client import ask, status, told_by_doctors
+from hf_cocodc.coordinator.client import status, told_by_doctors
 from hf_cocodc.coordinator.messages import (
     PROTOCOL,
     Announce,
@@ -44,7 +44,7 @@ from hf_cocodc.coordinator.messages import (
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import HandshakeError, InputError, MeetingError, RegionLostError, RunOver
 
-from .regions import OTHER, SECRET, Region, hello, meet, part, try_to_meet, wait_until
+from .regions import OTHER, SECRET, Region, ask, hello, meet, part, try_to_meet, wait_until
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def test_commands_ask_a_region_to_leave_and_claim_numbers() -> None:
         a, b = meet(served.address, hello(0, elastic=True), hello(1, elastic=True))
         answers: list[object] = []
         asking = threading.Thread(
-            target=lambda: answers.append(ask(served.address, None, "run", AskLeave(region=1), 5.0))
+            target=lambda: answers.append(ask(served.address, "run", AskLeave(region=1)))
         )
         asking.start()
         b.wait_for(LeaveNow)
@@ -209,13 +209,13 @@ def test_commands_ask_a_region_to_leave_and_claim_numbers() -> None:
         asking.join()
         assert answers == [Done()]
         with pytest.raises(InputError, match="Its members are: 0, 1"):
-            ask(served.address, None, "run", AskLeave(region=5), 5.0)
+            ask(served.address, "run", AskLeave(region=5))
         claims = [CoordinatorConnection(served.address, "run", "command", None) for _ in range(2)]
         for connection, region in zip(claims, (2, 3), strict=True):
             connection.send(Claim())
             assert connection.receive(5.0) == Claimed(region=region)
         claims[0].close()
-        wait_until(lambda: ask(served.address, None, "run", Claim(), 5.0) == Claimed(region=2))
+        wait_until(lambda: ask(served.address, "run", Claim()) == Claimed(region=2))
         claims[1].close()
         part(a, b)
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.coordinator import client
 from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.run.unread import merged
 from hf_cocodc.tools.report.runs import read_run
+from tests.coordinator.regions import ask
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.donor_worker import silent
@@ -118,7 +118,7 @@ class Run:
 
     def ask_to_leave(self, region: int) -> None:
         """As `hf-cocodc leave` does."""
-        client.ask(self.coordinator.address, None, "elastic", AskLeave(region=region), TIMEOUT_S)
+        ask(self.coordinator.address, "elastic", AskLeave(region=region), TIMEOUT_S)
 
     def results(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions, which hurry from now on, have at the end."""
