@@ -125,11 +125,6 @@ class Link(Protocol):
         ...
 
     @property
-    def position(self) -> int:
-        """This region's place among the members."""
-        ...
-
-    @property
     def most_regions(self) -> int:
         """The largest number of members that there can be, as far as it is known."""
         ...
@@ -224,7 +219,6 @@ class Link(Protocol):
 class FixedMembers:
     """What a link says about regions that never change."""
 
-    region: int
     num_regions: int
     is_elastic = False
     knows = 0
@@ -232,10 +226,6 @@ class FixedMembers:
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(range(self.num_regions))
-
-    @property
-    def position(self) -> int:
-        return self.region
 
     @property
     def most_regions(self) -> int:

@@ -235,12 +235,8 @@ class Log:
             self._ended = True
             self._changed.notify_all()
 
-    def __iter__(self) -> Iterator[Item]:
-        """The items, in order, as they come; ends when the log has ended and is empty."""
-        return (item for item in self.items() if item is not None)
-
-    def items(self, quiet_s: float | None = None) -> Iterator[Item | None]:
-        """The same; None whenever no item has come for `quiet_s` seconds."""
+    def items(self, quiet_s: float) -> Iterator[Item | None]:
+        """The items, in order, as they come; None whenever none has come for `quiet_s` seconds. Ends with the log."""
         while True:
             item = None
             with self._changed:

@@ -64,10 +64,6 @@ class SharedLink:
         return len(self._news.members)
 
     @property
-    def position(self) -> int:
-        return self.members.index(self.region)
-
-    @property
     def most_regions(self) -> int:
         return self.num_regions if self._link is None else self._link.most_regions
 

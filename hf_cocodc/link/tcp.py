@@ -190,10 +190,6 @@ class TcpLink:
         return len(self.members)
 
     @property
-    def position(self) -> int:
-        return self.members.index(self.region)
-
-    @property
     def most_regions(self) -> int:
         return max(len(self.members), self.terms.most if self.is_elastic else 0)
 

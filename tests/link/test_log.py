@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from hf_cocodc.errors import LinkError
 from hf_cocodc.link import following as following_module
 from hf_cocodc.link.following import Following
-from hf_cocodc.link.log import Entry, Log, Marker, Sinks, from_plain, rows_of, to_plain
+from hf_cocodc.link.log import Entry, Item, Log, Marker, Sinks, from_plain, rows_of, to_plain
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.net.letters import Member
-from tests.link.memory import wait_until
+from tests.link.memory import PATIENCE_S, wait_until
 
 ENTRY = Entry(
     op=7,
@@ -34,6 +35,11 @@ MARKER = Marker(4, 7, 2, 1, (Member(0, 1), Member(3, 9)), (2,), (9,), True)
 NESTED: dict[str, Any] = {}
 for _ in range(2000):
     NESTED = {"codec": NESTED}
+
+
+def items_of(log: Log) -> Iterator[Item]:
+    """The items of a log, until it ends."""
+    return (item for item in log.items(PATIENCE_S) if item is not None)
 
 
 def test_items_cross_as_plain_values() -> None:
@@ -100,7 +106,7 @@ def test_a_log_that_outgrows_its_limit_ends() -> None:
     """It takes no more, forgets what it holds, and its reader ends; what fits is read in order."""
     log = Log(3 * ENTRY.num_bytes)
     assert log(MARKER) and log(ENTRY)
-    reader = iter(log)
+    reader = items_of(log)
     assert next(reader) == MARKER and next(reader) is ENTRY
     assert all(log(ENTRY) for _ in range(3)) and not log.overflowed
     assert not log(ENTRY)
@@ -125,14 +131,14 @@ def test_sinks_take_what_follows_their_beginning() -> None:
     sinks.write(lambda: ENTRY, op=9)
     log.close()
     assert taken == [MARKER, ENTRY, MARKER]
-    assert list(log) == [MARKER, MARKER, ENTRY]
+    assert list(items_of(log)) == [MARKER, MARKER, ENTRY]
     assert full.overflowed
 
 
 def test_calls_and_entries_meet_by_their_names() -> None:
     """In any order of both; entries that nobody has asked for before a marker are forgotten."""
     log = Log(1 << 20)
-    following = Following(log, lambda error: error)
+    following = Following(items_of(log), lambda error: error)
     asked = following.ask("mean", ENTRY.what)
     for item in (ENTRY, replace(ENTRY, op=8), replace(ENTRY, op=9, what="other"), MARKER):
         log(item)
@@ -153,7 +159,7 @@ def test_entries_that_wait_take_no_more_memory_than_a_bound(monkeypatch: pytest.
     """What does not fit waits at the donor, whose log outgrows its limit and ends: so do the calls, after what has come."""
     monkeypatch.setattr(following_module, "_MOST_BYTES", 2 * ENTRY.num_bytes)
     log = Log(4 * ENTRY.num_bytes)
-    following = Following(log, lambda error: error)
+    following = Following(items_of(log), lambda error: error)
     for item in (MARKER, *(replace(ENTRY, op=op) for op in range(8, 12))):
         assert log(item)
     wait_until(lambda: following._num_bytes == 3 * ENTRY.num_bytes and not log._items)
@@ -170,7 +176,7 @@ def test_no_marker_and_no_call_waits_behind_the_bound(ahead: bool, monkeypatch: 
     """However small it is: a newcomer that makes the inner steps up to each marker follows to the end."""
     monkeypatch.setattr(following_module, "_MOST_BYTES", 0)
     log = Log(1 << 20)
-    following = Following(log, lambda error: error)
+    following = Following(items_of(log), lambda error: error)
     steps = range(1, 6)
     for step in steps:
         for fragment in range(3):
@@ -194,7 +200,7 @@ def test_a_marker_says_how_far_the_members_are() -> None:
     for step in (4, 8, 12):
         log(replace(MARKER, step=step))
     log.close()
-    assert [(each.step, each.newest) for each in log if isinstance(each, Marker)] == [
+    assert [(each.step, each.newest) for each in items_of(log) if isinstance(each, Marker)] == [
         (4, 12),
         (8, 12),
         (12, 12),

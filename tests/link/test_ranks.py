@@ -103,7 +103,7 @@ def live(rank: int, folder: str) -> None:
 
     said.append(mean("two regions"))
     change(lambda found: setattr(found, "members", (0, 2, 3, 9)))
-    said += [mean("four regions"), link.num_regions, link.position]
+    said += [mean("four regions"), link.num_regions]
     said.append(list(gather(link, Told(1), "numbers").items()))
     told = spread_all(link, b"....", "texts")
     said.append({region: text.decode() for region, text in told.items()})
@@ -140,7 +140,6 @@ def test_all_ranks_know_who_takes_part(tmp_path: Path) -> None:
         [[2.0] * 3, [0, 2], 4, [0, 2], [0, 2]],
         [[14.0] * 3, [0, 2, 3, 9], 4, [0, 2, 3, 9], [0, 2, 3, 9]],
         4,
-        1,
         [[0, [0]], [2, [20]], [3, [30]], [9, [90]]],
         {"2": "CCCC", "3": "DDDD", "9": "JJJJ"},
         False,
