@@ -332,13 +332,6 @@ class TcpLink:
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
-    def would_leave(self, known: int) -> bool:
-        """Whether this region leaves with the changes up to `known`."""
-        announced = self._part.announced
-        return any(
-            each.kind == "leave" and each.member == self.me and each.number <= known for each in announced
-        )
-
     def regroup(self, known: int) -> tuple[int, ...]:
         """Let changes that all members know count at once, while they are too few to train. After a gathering.
 

@@ -61,12 +61,11 @@ class TooFew(NamedTuple):
     knows: int
 
 
-def _would_leave(known: int, session: RegionSession) -> bool:
-    return session.link.would_leave(known) or session.is_cut_off
-
-
 def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:
-    return session.link.regroup(known)
+    """The members now; without this region once it has left, or if it cannot tell that it leaves."""
+    link = session.link
+    members = link.regroup(known)
+    return tuple(each for each in members if each != link.region) if session.is_cut_off else members
 
 
 class Elastic:
@@ -225,10 +224,9 @@ class Elastic:
                 )
                 tell(f"waiting for more regions: {len(answers)} of {least}")
             known = min(each.knows for each in answers.values())
-            has_left = self._say(partial(_would_leave, known), "who leaves")
-            members = self._say(partial(_regroup, known), "who comes in")
+            members = self._say(partial(_regroup, known), "who comes in or leaves")
             self._outer.journal.write_earlier()
-            if has_left:
+            if outer.link.region not in members:
                 since = min(each.sent_at for each in outer.synchronizer.fragments)
                 if since < step:
                     logger.warning(
