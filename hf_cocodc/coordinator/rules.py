@@ -235,23 +235,18 @@ class Run:
         return tuple(sorted(each for each in {*self.members, *coming} if each.ticket not in self.lost))
 
 
+DURABLE = (
+    *("name", "run", "generation", "terms", "members", "hosts", "losses", "lost", "decisions"),
+    *("changes", "applied", "announced", "tickets", "ended"),
+    # or it would decide with what the first callers knew, if it dies while it recovers
+    *("recovers", "known"),
+)
+"""The fields of a run that must survive the coordinator's death before anybody hears of them. `compared` comes with them."""
+
+
 def durable(state: Run) -> tuple[Any, ...]:
-    """What must survive the coordinator's death before anybody hears of it."""
-    return (
-        *(state.name, state.run, state.generation, state.terms, state.members, state.hosts, state.losses),
-        *(
-            state.lost,
-            state.decisions,
-            state.changes,
-            state.applied,
-            state.announced,
-            state.tickets,
-            state.ended,
-            # or it would decide with what the first callers knew, if it dies while it recovers
-            state.recovers,
-            state.known,
-        ),
-    )
+    """The values of these fields."""
+    return tuple(getattr(state, name) for name in DURABLE)
 
 
 def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]:

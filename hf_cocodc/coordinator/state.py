@@ -13,7 +13,7 @@ from ..errors import InputError, LinkError, short
 from ..net.letters import Member
 from ..settings.regions import MOST_REGIONS
 from .messages import PROTOCOL, Bye, Change, Decided, Place, Terms, from_plain, to_plain
-from .rules import RETURN_S, VOID_S, Run
+from .rules import DURABLE, RETURN_S, VOID_S, Run
 
 _RETURN_S = 20.0
 """How long the members of a run that was read have to call: they notice within 15 s that the coordinator was away."""
@@ -30,7 +30,7 @@ _HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What `rules.durable` names, and `compared` if it has changed since the line before. `key` is the id of the secret."""
+    """What `rules.DURABLE` names, and `compared` if it has changed since the line before. `key` is the id of the secret."""
 
     key: str
     name: str
@@ -106,26 +106,11 @@ class StateFile:
         compared = state.compared
         is_new = self._compared.get((key, state.name)) is not compared
         self._compared[key, state.name] = compared
-        saved = SavedRun(
-            key=key,
-            name=state.name,
-            run=state.run,
-            generation=state.generation,
-            terms=state.terms,
-            members=state.members,
-            hosts=tuple(Place(member, host) for member, host in state.hosts.items()),
-            losses=state.losses,
-            lost=tuple(sorted(state.lost)[-MOST_REGIONS:]),
-            decisions=state.decisions,
-            changes=state.changes,
-            applied=state.applied,
-            announced=state.announced,
-            tickets=state.tickets,
-            ended=state.ended,
-            recovers=state.recovers,
-            known=tuple(sorted(state.known)),
-            compared=dict(compared) if is_new else None,
-        )
+        fields = {name: getattr(state, name) for name in DURABLE}
+        fields["hosts"] = tuple(Place(member, host) for member, host in state.hosts.items())
+        fields["lost"] = tuple(sorted(state.lost)[-MOST_REGIONS:])
+        fields["known"] = tuple(sorted(state.known))
+        saved = SavedRun(key=key, **fields, compared=dict(compared) if is_new else None)
         return json.dumps(to_plain(saved)).encode() + b"\n"
 
     def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
@@ -212,25 +197,10 @@ def _locked(path: Path) -> Any:
 
 def _state_of(saved: SavedRun, before: Run | None) -> Run:
     compared = saved.compared if saved.compared is not None else (before.compared if before else {})
-    return Run(
-        name=saved.name,
-        run=saved.run,
-        generation=saved.generation,
-        terms=saved.terms,
-        compared=compared,
-        members=saved.members,
-        hosts={place.member: place.host for place in saved.hosts},
-        losses=saved.losses,
-        lost=frozenset(saved.lost),
-        decisions=saved.decisions,
-        changes=saved.changes,
-        applied=saved.applied,
-        announced=saved.announced,
-        tickets=saved.tickets,
-        ended=saved.ended,
-        recovers=saved.recovers,
-        known=frozenset(saved.known),
-    )
+    fields = {name: getattr(saved, name) for name in DURABLE}
+    fields["hosts"] = {place.member: place.host for place in saved.hosts}
+    fields["lost"], fields["known"] = frozenset(saved.lost), frozenset(saved.known)
+    return Run(**fields, compared=compared)
 
 
 def _revived(state: Run) -> Run:
