@@ -135,9 +135,11 @@ def try_to_meet(
     return results
 
 
-def ask(address: str, run: str, message: FromCommand, timeout_s: float = 5.0) -> Any:
+def ask(
+    address: str, run: str, message: FromCommand, timeout_s: float = 5.0, keys: Keys | None = None
+) -> Any:
     """The coordinator's answer to one message of a command. Raises the error that its refusal names."""
-    with contextlib.closing(CoordinatorConnection(address, run, "command", None)) as connection:
+    with contextlib.closing(CoordinatorConnection(address, run, "command", keys)) as connection:
         connection.send(message)
         answer = connection.receive(timeout_s)
     if answer is None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from hf_cocodc.coordinator.client import ask
 from hf_cocodc.coordinator.messages import PROTOCOL, AskLeave
-from hf_cocodc.errors import MeetingError
+from hf_cocodc.errors import LinkError, MeetingError
 from hf_cocodc.net.keys import Keys
+from tests.coordinator.regions import ask
 from tests.processes.coming_worker import loop
 
 GARBAGE = 200
@@ -148,9 +148,9 @@ def ordering(address: str, run: str, *secrets: str | None) -> Iterator[list[str]
             for secret in secrets:
                 try:
                     keys = None if secret is None else Keys.from_secret(secret)
-                    ask(address, keys, run, AskLeave(region=len(said) % 2), 5.0)
+                    ask(address, run, AskLeave(region=len(said) % 2), keys=keys)
                     said.append("")
-                except MeetingError as error:
+                except (MeetingError, LinkError) as error:
                     said.append(str(error))
 
     thread = threading.Thread(target=work)
