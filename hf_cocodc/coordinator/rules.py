@@ -999,15 +999,17 @@ class _Work:
         # a decision of which newcomers alone have heard has no effect yet: another one may be made in its place
         in_effect = back.decisions if back.is_member else ()
         decisions = {each.decision.number: each for each in (*state.decisions, *in_effect)}
-        newest = (_decisions(back), back.changes) >= (state.losses, state.applied)
-        members = tuple(sorted(place.member for place in back.members))
+        newest = (_decisions(back), back.changes) >= (state.losses, state.applied) or not state.members
         applied = max(state.applied, back.changes)
-        known = set(state.known)
+        known, members = set(state.known), set(state.members)
         if back.is_member:  # only the members know who has come in: others may name one that has left since
             known |= {back.member, *(each.member for each in back.announced if each.kind == "join")}
             if newest:
-                known |= set(members)
-        known -= {
+                members = {place.member for place in back.members}
+                known |= members
+        # not all callers have counted, or heard, that these have gone
+        gone = {member for each in decisions.values() for member in each.decision.lost}
+        gone |= {
             each.member for each in announced.values() if each.kind == "leave" and each.number <= applied
         }
         losses = max(state.losses, _decisions(back))
@@ -1022,13 +1024,13 @@ class _Work:
             applied=applied,
             announced=tuple(each for _, each in sorted(announced.items()) if each.number > applied),
             changes=max(state.changes, back.changes, *announced, 0),
-            members=members if newest and back.is_member else state.members,
+            members=tuple(sorted(members - gone)),
             hosts={
                 **state.hosts,
                 **{place.member: place.host for place in back.members},
                 back.member: back.host,
             },
-            known=frozenset(known),
+            known=frozenset(known - gone),
         )
         if not back.is_member:
             newcomer = Newcomer(losses=back.losses)

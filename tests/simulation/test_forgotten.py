@@ -1,5 +1,6 @@
 """A coordinator without its memory hears of decisions and losses in any order. Members must not disagree afterwards."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,35 @@ def test_a_coordinator_waits_for_nobody_that_has_come_and_left(tells: Member) ->
     ):
         state, _ = coordinator.step(state, Came(who, back), 0.0)
     assert not state.recovers and state.members == MEMBERS and state.changes == 2 and not state.announced
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_coordinator_waits_for_no_member_whose_loss_one_of_the_others_knows(order: tuple[int, ...]) -> None:
+    decided = Decided(
+        generation=1, decision=Decision(number=0, members=(FIRST, SECOND), lost=(THIRD,), done=1)
+    )
+    backs = [
+        _back(FIRST, True, 0),
+        replace(_back(SECOND, True, 1), decisions=(decided,)),
+        _back(NEWCOMER, False, 0),
+    ]
+    state = Run(name="run")
+    for who in order:
+        state, _ = coordinator.step(state, Came(who, backs[who]), 0.0)
+    assert not state.recovers and state.losses == 1 and state.members == (FIRST, SECOND)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_leave_that_only_a_newcomer_counts_already(order: tuple[int, ...]) -> None:
+    leave = Change(number=1, kind="leave", member=THIRD)
+    backs = [replace(_back(each, True, 0), announced=(leave,)) for each in (FIRST, SECOND)]
+    rest = tuple(Place(each, "") for each in (FIRST, SECOND))
+    backs.append(replace(_back(NEWCOMER, False, 0), changes=1, members=rest))
+    state = Run(name="run")
+    for who in order:
+        state, _ = coordinator.step(state, Came(who, backs[who]), 0.0)
+    assert not state.recovers and state.members == (FIRST, SECOND)
+    assert state.applied == 1 and not state.announced
 
 
 def test_a_coordinator_whose_file_is_older_than_the_run_sends_its_newcomers_away() -> None:
