@@ -143,7 +143,7 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
         are_sound = isinstance(history, list) and all(_is_number(each, name == "losses") for each in history)
         hold(are_sound and len(history) <= LONGEST_HISTORY, name, history)
     hold(_is_number(state["lr_sum"], signed=True), "lr_sum", state["lr_sum"])
-    before, flat = 0, torch.empty(numel, device="meta")
+    before, flat = 0, torch.empty(numel, dtype=torch.float32, device="meta")
     for each in state["in_flight"]:
         sent_at = each["sent_at"]
         hold(_is_count(sent_at) and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)

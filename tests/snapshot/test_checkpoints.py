@@ -250,6 +250,14 @@ def test_a_state_that_nobody_saves_is_refused(
         resume(checkpoint)
 
 
+def test_torchs_default_dtype_keeps_no_checkpoint_from_being_resumed(checkpoint: Path) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        resume(checkpoint)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_without_its_last_mark_a_checkpoint_is_half_written(checkpoint: Path) -> None:
     (checkpoint / state.COMPLETE).unlink()
     with pytest.raises(CheckpointError, match="COMPLETE is missing"):
