@@ -9,6 +9,7 @@ import contextlib
 import copy
 import logging
 import math
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,16 @@ from typing import NamedTuple
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
+from ..engine.agreement import StepChecksum
 from ..engine.synchronizer import Synchronizer
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
 from ..link.within import main_says
+from ..parts.tensors.flat import digests
 from ..resolve import continuing
 from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
@@ -34,6 +37,7 @@ from ..snapshot.checkpoint import Facts, Saved, damage, read
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
+from ..snapshot.manifest import damage_of_export
 from ..snapshot.resume import Start
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
@@ -294,7 +298,7 @@ class Best:
         if self._known is None:
             return
         if self._lacks_shards:
-            self._load_whole(self._known)
+            self._load_whole(link, self._known)
         else:
             saved = read(self._known, link.lane, checked=True)
             config = continuing(config, saved.facts.settings)
@@ -313,18 +317,43 @@ class Best:
             self._trainer.is_fsdp_enabled and self._trainer.accelerator.num_processes > 1 and not is_sharded
         )
 
-    def _load_whole(self, best: Path) -> None:
-        """Load the global weights that `save_pretrained` has written into a checkpoint. Raises CheckpointError if they will not
-        do.
+    def _load_whole(self, link: Link, best: Path) -> None:
+        """Load the global weights that `save_pretrained` has written into a checkpoint. A collective call. Raises CheckpointError
+        if they will not do in every region, or are not those of all regions.
         """
+        way_out = "Set load_best_model_at_end=False to load the model with which the run has finished."
         if self.averages:
             raise CheckpointError(
                 f"with eager updates, the best model is the mean of the global weights of all regions; {best} has this region's "
-                "alone, and a model that FSDP2 has not sharded yet cannot take the others'. Set load_best_model_at_end=False to "
-                "load the model with which the run has finished."
+                f"alone, and a model that FSDP2 has not sharded yet cannot take the others'. {way_out}"
             )
+        if not isinstance(self._model, PreTrainedModel):
+            raise CheckpointError(
+                f"the best model, {best}, holds the shards of a {type(self._model).__name__}, which FSDP2 has not sharded yet. "
+                f"{way_out}"
+            )
+        step = int(best.name.removeprefix(PREFIX))
+        wrong = main_says(
+            link, self._trainer.accelerator, partial(damage_of_export, best), f"the check of {best}"
+        )
+        states = gather(link, HeldBest(step, wrong is None), "the best model of a run that has finished")
+        if wrong is not None:
+            raise CheckpointError(f"the best model, {best}, cannot be loaded: {wrong}. {way_out}")
+        for region, state in states.items():
+            if not state.is_good:
+                raise CheckpointError(
+                    f"region {region} cannot load the best model, its {best.name}; its own message says why. {way_out}"
+                )
         load_pretrained_(self._model, best)
         self._restore_buffers(best)
+        weights = {name: param.detach() for name, param in self._model.named_parameters()}
+        own = StepChecksum(step, zlib.crc32(repr(digests(weights)).encode()))
+        for region, other in gather(link, own, "the weights of the best model").items():
+            if other != own:
+                raise CheckpointError(
+                    f"the best models of region {link.region} and region {region} differ ({best} here): they are not of one run. "
+                    f"{way_out}"
+                )
 
     def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
         """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""

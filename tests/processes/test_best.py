@@ -22,6 +22,7 @@ from tests.processes.test_endings import (
     serve_in_thread,
     start,
 )
+from tests.snapshot.test_damage import flip
 from tests.toys import params_of
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "load_best_model_at_end": True}
@@ -75,6 +76,10 @@ def test_shards_of_the_best_model(how: str, tmp_path: Path) -> None:
     assert not any("digest" in each for each in again.values())
     for name, each in [*found.items(), *again.items()]:
         assert torch.equal(each["final"], weights), name
+    if how == "FULL":
+        flip(tmp_path / "region-1" / f"checkpoint-{step}" / "model.safetensors")
+        with pytest.raises(AssertionError, match="model.safetensors has changed since it was saved"):
+            fork_regions(sharded_worker.main, 2, arguments, tmp_path)
 
 
 @pytest.mark.slow
