@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import short
-from ..run.journal import lines_of
+from ..run.journal import BEGINNINGS, lines_of
 from ..status import LEFT, PHASES, heard, phase_in_words, phase_of
 from ..tools.report.journals import wrong_with
 
@@ -20,6 +20,10 @@ LINE_S = 60.0
 LONG_S = 30.0
 """A region that makes no step for so long is named."""
 _LONGEST_WHY = 300
+_WAY_BACK = (
+    "    A process that lives comes back by itself. For a region whose process has died, start its command again; one that still "
+    "runs has said how to bring it back."
+)
 _FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
 
 
@@ -65,7 +69,8 @@ class Display:
         self._told: list[dict[str, Any]] = [{} for _ in journals]
         self._num_news = [0 for _ in journals]
         self._clock = clock
-        self._printed_step, self._printed_at = -1, clock()
+        self._made_at = clock()
+        self._printed_step, self._printed_at = -1, self._made_at
         self._bar = None
         self._has_begun = False
         self._phases, self._shown_phase = [0 for _ in journals], 2  # a command has told of its own
@@ -132,9 +137,13 @@ class Display:
 
     def _read(self, index: int) -> None:
         events, is_new_file = self._new_events(index)
-        is_history = (self._resumed or self._joins) and is_new_file
         is_of_this_run = self._inodes[index] != self._inodes_before[index]
-        for event in events:
+        earlier = 0
+        if (self._resumed or self._joins) and is_new_file:
+            begun = [place for place, event in enumerate(events) if self._begins_now(event)]
+            earlier = begun[-1] if begun else len(events)
+        for place, event in enumerate(events):
+            is_history = place < earlier
             if event["kind"] in ("log", "send", "land", "void"):
                 self._last[index].update({"step": event["step"]} if is_history else event)
             if event["kind"] in ("land", "void"):
@@ -148,11 +157,15 @@ class Display:
                 self._notes[index].append(event["message"])
             if event["kind"] == "evaluate" and index == self._speaker() and not is_history:
                 self._say_evaluation(event)
-        if self._resumed and events and index == 0 and not is_history and self._start_step is not None:
+        if self._resumed and len(events) > earlier and index == 0 and self._start_step is not None:
             self.say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
             self._start_step = None
         while self._notes[index]:
             self.say(self._notes[index].pop(0))
+
+    def _begins_now(self, event: dict[str, Any]) -> bool:
+        """Whether a line begins the part of a run that is shown here, and not an earlier one."""
+        return event["kind"] in BEGINNINGS and (event.get("at") or 0.0) >= self._made_at
 
     def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
         """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run. What a
@@ -267,9 +280,10 @@ class Display:
             who = "only region" if len(members) == 1 else f"{len(members)} regions:"
             self.say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
         elsewhere = set(before or ()).difference(members, self._regions)
-        if elsewhere and event["losses"] > self._num_losses:
-            self.say("    It comes back when the command that started it is started again on its machine.")
-        self._epoch, self._members, self._num_losses = event["epoch"], members, event["losses"]
+        losses = event.get("losses", self._num_losses)
+        if elsewhere and losses > self._num_losses:
+            self.say(_WAY_BACK)
+        self._epoch, self._members, self._num_losses = event["epoch"], members, losses
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:
         shown = ", ".join(

@@ -60,6 +60,47 @@ def test_a_damaged_line_of_a_journal_is_not_shown(tmp_path: Path) -> None:
     assert display.step == 60
 
 
+def test_a_resumed_run_shows_what_follows_its_resume_and_nothing_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if all of it is in the new file at once. The members that it begins with are known when one is lost."""
+    path, now = tmp_path / "journal.jsonl", time.time()
+    path.write_text("")
+    display = Display([0], [path], 100, resumed=True, clock=lambda: now)
+    path.rename(tmp_path / "earlier.jsonl")
+    journal = Journal(path)
+    facts: dict[str, Any] = {"region": 0, "num_regions": 2, "num_fragments": 1, "outer": {"method": "diloco"}}
+    journal.write("start", step=0, at=now - 100, **facts)
+    journal.write("epoch", step=0, epoch=0, losses=0, members=[0, 2], why="")
+    journal.write("evaluate", step=40, eval_loss=9.5)
+    journal.write("resume", step=40, at=now + 1, **facts)
+    journal.write("epoch", step=40, epoch=0, losses=0, members=[0, 1], why="")
+    display.update()
+    assert capsys.readouterr().out == "resumed from step 40\n"
+    journal.write("epoch", step=50, epoch=1, losses=1, members=[0], why="region 1 is lost: why")
+    display.update()
+    assert "start its command again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "epoch", "time_s": 1, "step": 9, "epoch": 9, "members": [0], "why": ""}',
+        '{"kind": "epoch", "time_s": 1, "step": 9, "epoch": 9, "members": [0], "why": "", "losses": null}',
+        '{"kind": "note", "time_s": 1, "step": 9}',
+        '{"kind": "evaluate", "time_s": 1, "step": 9, "eval_loss": 1.0, "eval_accuracy": "x"}',
+    ],
+)
+def test_a_line_that_lacks_something_ends_no_command(run: Run, line: str) -> None:
+    run.journals[0].write(
+        "start", step=0, region=0, num_regions=2, num_fragments=1, outer={"method": "diloco"}
+    )
+    path = run.journals[0].path
+    assert path is not None
+    path.write_text(path.read_text() + line + "\n")
+    run.after(1)
+
+
 class Clock:
     """Seconds that pass only when told to."""
 
@@ -258,7 +299,7 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
 
 def test_a_region_that_is_lost_elsewhere_has_a_way_back(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own command brings it back, which is not known here; of one that leaves or was started here, that is not said."""
-    hint = "comes back when the command that started it is started again"
+    hint = "start its command again"
     for epoch, losses, members, is_said in (
         (0, 0, [0, 1, 2, 3], False),
         (1, 1, [0, 1, 3], True),

@@ -85,16 +85,19 @@ _NEEDED: dict[str, dict[str, Rule]] = {
     "join": {"epoch": COUNT, "region": NUMBERED},
     "late": {"epoch": COUNT, "region": NUMBERED},
     "left": {"epoch": COUNT, "region": NUMBERED},
+    "note": {"message": TEXT},
     "unread": {"region": NUMBERED, "from_step": COUNT, "to_step": COUNT, "samples": _or_none(COUNT)},
 }
 """What an event of a kind must have."""
 _IF_THERE: dict[str, Rule] = {
     **dict.fromkeys(("blocked_s", "took_s", "transfer_s", "rested_s", "at", "eval_runtime"), SOME_SECONDS),
-    **dict.fromkeys(("norm", "outer_grad_norm", "loss", "eval_loss", "eval_perplexity"), SOME_NUMBER),
+    **dict.fromkeys(("norm", "outer_grad_norm", "loss"), SOME_NUMBER),
+    **dict.fromkeys(("eval_loss", "eval_perplexity", "eval_accuracy"), SOME_NUMBER),
     **dict.fromkeys(("bytes_sent", "num_params", "max_steps"), _or_none(COUNT)),
     **dict.fromkeys(("versions", "training"), MAPPING),
     **dict.fromkeys(("run", "message", "timing", "why"), TEXT),
     "from_region": NUMBERED,
+    "losses": COUNT,
     "coasted": COASTED,
     "norms": _list_of(SOME_NUMBER),
     "members": _list_of(NUMBERED),
