@@ -948,11 +948,11 @@ class TcpLink:
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
-        """Who is lost, and why. The way out of an error is left out: it is for the region that the error ends."""
+        """Who is lost, and why: in its own words, or in ours without the way out, which is for a run that ends with it."""
         facts = []
         for member in lost:
-            why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
-            facts.append(f"region {member.region} is lost: {why.partition('. ')[0].rstrip('.')}")
+            ours = self._whys.get(member, "another region misses it").partition(". ")[0].rstrip(".")
+            facts.append(f"region {member.region} is lost: {self._notes.get(member.region) or ours}")
         return "; ".join(facts)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
