@@ -7,7 +7,6 @@ Arguments: loop | trainer, an output folder, save | load | load first. The last 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,3 @@ def main(kind: str, folder: str, mode: str) -> None:
     body = with_trainer if kind == "trainer" else with_loop
     model = body(Path(folder), int(region), mode)
     torch.save({"weights": params_of(model)}, Path(folder) / f"region{region}-rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -12,8 +12,6 @@ from hf_cocodc.snapshot import checkpoint as state
 from tests.processes import forks
 from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned, stop_twice
 
-WORKER = str(Path(__file__).with_name("loop_worker.py"))
-
 
 def fork_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
     return forks.fork_regions(main, ranks, arguments, folder)
