@@ -245,7 +245,7 @@ DURABLE = (
 
 
 def durable(state: Run) -> tuple[Any, ...]:
-    """The values of these fields."""
+    """The values of a run's `DURABLE` fields."""
     return tuple(getattr(state, name) for name in DURABLE)
 
 

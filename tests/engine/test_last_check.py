@@ -122,17 +122,21 @@ def test_weights_without_values_are_not_compared() -> None:
     assert all(torch.equal(first["first.weight"], other["first.weight"]) for other in others)
 
 
+def drift_apart(model: nn.Module, index: int, link: Link) -> None:
+    """A run of one round, at whose end the last bits of the global params differ between regions."""
+    synchronizer = Synchronizer(model, from_config(OuterConfig(method="diloco", sync_interval=2)), link)
+    synchronizer.step()
+    synchronizer.step()
+    synchronizer.fragments[0].global_params.mul_(1 + 1e-6 * index)
+    synchronizer.finish()
+
+
 def test_global_params_that_drifted_apart_become_region_0s(caplog: pytest.LogCaptureFixture) -> None:
     """Processors that round differently leave no two models."""
 
     def live(index: int, link: Link) -> torch.Tensor:
         model = nn.Linear(3, 2)
-        method = from_config(OuterConfig(method="diloco", sync_interval=2))
-        synchronizer = Synchronizer(model, method, link)
-        synchronizer.step()
-        synchronizer.step()
-        synchronizer.fragments[0].global_params.mul_(1 + 1e-6 * index)
-        synchronizer.finish()
+        drift_apart(model, index, link)
         return model.weight.detach().clone()
 
     with caplog.at_level(logging.WARNING):
@@ -150,12 +154,7 @@ def test_tensors_above_the_limit_of_other_messages_are_made_equal(monkeypatch: p
         model = nn.Embedding(100, 8)
         model.register_buffer("averaged", torch.full((1000,), float(index)))
         model.register_buffer("counter", torch.full((1000,), index))
-        method = from_config(OuterConfig(method="diloco", sync_interval=2))
-        synchronizer = Synchronizer(model, method, link)
-        synchronizer.step()
-        synchronizer.step()
-        synchronizer.fragments[0].global_params.mul_(1 + 1e-6 * index)
-        synchronizer.finish()
+        drift_apart(model, index, link)
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     mine, theirs = run_in_lockstep(2, live)

@@ -106,19 +106,10 @@ def met(
     return client, Wire(region, keys=keys, **settings)
 
 
-def linked(
-    address: str,
-    region: int,
-    terms: Terms,
-    join: bool = False,
-    period_s: float = 0.1,
-    patience_s: float = PATIENCE_S,
-    keys: Keys | None = None,
-    **settings: Any,
-) -> TcpLink:
-    """The link of such a process; arguments as for `met`."""
-    client, wire = met(address, region, terms, join, period_s, patience_s, keys, **settings)
-    return TcpLink(client, terms, wire, {}, timeout_s=settings.get("timeout_s", patience_s))
+def linked(address: str, region: int, terms: Terms, join: bool = False, **how: Any) -> TcpLink:
+    """The link of such a process; for `how` see `met`."""
+    client, wire = met(address, region, terms, join, **how)
+    return TcpLink(client, terms, wire, {}, timeout_s=wire.timeout_s)
 
 
 class Regions:

@@ -61,7 +61,9 @@ def run_over_tcp(
         rate = rate_limit[region] if isinstance(rate_limit, Sequence) else rate_limit
         how = {"connections": connections, "num_lanes": num_lanes}
         how["rate_limit"] = None if rate is None else rate / num_lanes
-        link = linked(served.address, region, terms, False, period_s, timeout_s, keys, **how)
+        link = linked(
+            served.address, region, terms, period_s=period_s, patience_s=timeout_s, keys=keys, **how
+        )
         try:
             return body(region, link)
         finally:
