@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parts.tensors.memory import Pool
 from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import Record, Trailer, from_numbers
@@ -53,12 +52,6 @@ class LaneLink(FixedMembers):
 
     def mean(self, request: MeanRequest) -> Handle:
         return _LaneHandle(self, self._link.mean(request))
-
-    def bring_to(self, home: Pool) -> None:
-        self._link.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        self._link.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)

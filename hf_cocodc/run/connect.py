@@ -226,7 +226,6 @@ def connect(
             name=name,
             compared=compared,
             host=own_address(regions.coordinator, regions.interface),
-            pin_memory=device.type == "cuda",
             keys=keys,
             largest_base=largest_base(model),
             num_lanes=num_lanes,
