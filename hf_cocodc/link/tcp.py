@@ -93,7 +93,6 @@ class TcpLink:
     """
 
     lane, num_lanes = 0, 1
-    replicas = False
     timing = "measured"
 
     def __init__(
