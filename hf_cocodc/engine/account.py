@@ -300,25 +300,6 @@ class Account:
         logger.warning(message)
         self._record("note", step=step, message=message)
 
-    def adopted(
-        self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
-    ) -> None:
-        """Record that more parameters are synchronized from now on."""
-        for names, source in ((averaged, "the mean of the regions"), (created, "region 0's values")):
-            if names:
-                logger.info(
-                    "from step %d on %d more parameters are synchronized, beginning with %s: %s%s.",
-                    *(step, len(names), source, ", ".join(names[:3]), ", ..." if names[3:] else ""),
-                )
-        self._record(
-            "adopt",
-            step=step,
-            num_params=num_params,
-            num_fragments=num_fragments,
-            averaged=list(averaged),
-            created=list(created),
-        )
-
     def finished(self, step: int, digest: int) -> None:
         """Record the end of the run, with a checksum of the weights."""
         totals = self.totals

@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,12 +28,6 @@ class StepChecksum(NamedTuple):
 
     inner_step: int
     digest: int
-
-
-class Layout(NamedTuple):
-    """The parameters that a region wants to synchronize, see `Watch.layout`."""
-
-    number: int
 
 
 def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) -> None:
@@ -67,51 +61,6 @@ def check_same_start(link: Link, own: StepChecksum) -> None:
                 f"the checkpoints of region {lowest} and region {region} are both of step {first.inner_step}, but their global "
                 "params differ: they are from different runs. Give every region its own checkpoint of one run."
             )
-
-
-def common_layout(link: Link, own: int) -> int | None:
-    """The layout that all regions want now; None if they differ. A collective call."""
-    layouts = {other.number for other in link.gather(Layout(own), "trained parameters")}
-    return layouts.pop() if len(layouts) == 1 else None
-
-
-def agreed_layout(
-    link: Link, arrivals: Sequence[Arrival], lines_of: Callable[[int], Sequence[str]]
-) -> int | None:
-    """The layout that all regions want, by the newest transfer that has just landed; None if there is none.
-
-    A region that is about to end does not count. `lines_of` describes a layout of this region, one line for each parameter.
-    Raises HandshakeError if regions want different ones.
-    """
-    unended = [each for each in arrivals if all(trailer.ending is Ending.NO for trailer in each.trailers)]
-    for each in unended:
-        if len({trailer.layout for trailer in each.trailers}) > 1:
-            own_trailer = dict(zip(each.members, each.trailers, strict=True)).get(link.region)
-            own = () if own_trailer is None else lines_of(own_trailer.layout)
-            _refuse_layouts(link, each.trailers[0].inner_step, own)
-    newest = max(unended, key=lambda each: each.trailers[0].inner_step, default=None)
-    return newest.trailers[0].layout if newest else None
-
-
-def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
-    listings = texts(link, "\n".join(own), "the names of trained parameters")
-    answers = {region: text.split("\n") for region, text in listings.items()}
-    lowest = min(answers)
-    for region, lines in answers.items():
-        if lines == answers[lowest]:
-            continue
-        theirs, ours = sorted(set(lines) - set(answers[lowest])), sorted(set(answers[lowest]) - set(lines))
-        raise HandshakeError(
-            f"region {lowest} and region {region} do not train the same parameters at step {step}: "
-            + " and ".join(
-                f"only region {who} has {', '.join(extra[:3])}"
-                + (f" and {len(extra) - 3} more" if extra[3:] else "")
-                for who, extra in ((lowest, ours), (region, theirs))
-                if extra
-            )
-            + ". Unfreeze or add parameters in all regions at the same inner step: let the step decide, or a number that is "
-            "equal in all regions, but not a region's own loss, epoch or random numbers."
-        )
 
 
 def texts(link: Link, own: str, what: str) -> dict[int, str]:

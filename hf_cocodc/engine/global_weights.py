@@ -43,19 +43,15 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     check_in_step(link.region, arrival, index, step)
     totals.bytes_sent += arrival.bytes_sent
     if not (arrival.is_finite and any(trailer.weight for trailer in arrival.trailers)):
-        raise InputError(not_finite(fragment.fragment.names, "any region", step))
+        first, *rest = fragment.fragment.names
+        more = f" and {len(rest)} more" if rest else ""
+        raise InputError(
+            f"{first}{more} cannot be synchronized after step {step}: not all values are finite in any region. Go back to an "
+            "earlier checkpoint, with a lower learning rate or gradient clipping."
+        )
     fragment.local.show(arrival.result.mean)
     link.give(arrival.result.mean)
     departure.end()
-
-
-def not_finite(names: Sequence[str], where: str, step: int) -> str:
-    """The message for parameters from which nothing can be trained."""
-    more = f" and {len(names) - 1} more" if names[1:] else ""
-    return (
-        f"{names[0]}{more} cannot be synchronized after step {step}: not all values are finite in {where}. Go back to an earlier "
-        "checkpoint, with a lower learning rate or gradient clipping."
-    )
 
 
 @contextmanager

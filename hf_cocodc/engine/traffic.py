@@ -27,7 +27,6 @@ from .fragment import FragmentState
 from .stepping import Guarding, Stepping
 from .transfer import Shares, Trained, Transfer
 from .transfers import take_global
-from .watch import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ class Traffic:
     Attributes:
         trained_at: last inner step that trained; -1 once this region has given up what it has trained.
         is_ahead: whether outer steps are taken ahead of their landings.
-        layout: what this region wants to synchronize, for the trailers of the next sends (`Watch.layout`).
-        heard: transfers that have landed, until someone clears them.
     """
 
     def __init__(
@@ -63,8 +60,6 @@ class Traffic:
         called = self._fresh_outer_grad, self._guarding, self._tell_of_fresh
         self._stepping = Stepping(method, link, device, *called)
         self.is_ahead = self._stepping.is_ahead
-        self.layout = UNKNOWN
-        self.heard: list[Arrival] = []
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the fragments."""
@@ -76,7 +71,6 @@ class Traffic:
         self.inner_step = self.trained_at = state["inner_step"]
         # earlier versions did not count: every inner step was trained, on an unknown number of tokens
         self.shares.trained = Trained.of(state.get("trained", (self.inner_step, 0)))
-        self.heard = []
 
     def hold(
         self, events: Sequence[Send | Land], fragments: Sequence[FragmentState], word: Word
@@ -122,7 +116,6 @@ class Traffic:
                 sync_time_s=measured.sync_time_s,
                 compression=share_of_rank(fragment.codec),
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
-                layout=self.layout,
                 knows=self._link.knows,
                 norm=norm,
                 carried=carried if math.isfinite(carried) else sys.float_info.max,
@@ -179,7 +172,6 @@ class Traffic:
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival, transfer.step_s)
-                self.heard.append(arrival)
             verdict = self._guarding.verdict(transfer.ordinary, arrival)
             if self._guarding.own_fate(transfer, arrival) == DROPPED:
                 take_global(fragment)

@@ -1,17 +1,20 @@
-"""Saves and loads the state of a fragment and of its transfers."""
+"""Saves and loads the state of a fragment and of its transfers, or gives the transfers up."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, LinkError
-from ..link.base import Arrival, ArrivedHandle
+from ..link.base import Arrival, ArrivedHandle, Link
 from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from ..parts.guard import Ordinary
+from ..parts.merges import Merge
 from .compatibility import HISTORIES, same_structure, sound_fragment
 from .fragment import FragmentState
 from .transfer import Trained, Transfer
@@ -115,6 +118,61 @@ def take_global(fragment: FragmentState) -> None:
     fragment.local.show(fragment.global_params)
     for transfer in fragment.in_flight:
         fragment.local.gather(transfer.snapshot)
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Inner steps of a fragment in no landed transfer: minus their sum, flat, and what was `trained` before them."""
+
+    outer_grad: Tensor
+    trained: Trained
+
+
+@torch.no_grad()
+def give_up(fragments: Sequence[FragmentState], link: Link, merge: Merge) -> list[Unsent]:
+    """Drop all transfers in flight, because the others have gone on without this region; returns its unsent steps.
+
+    A transfer that has its mean has brought this region's steps to the others, and lands there; any other was sent again
+    without this region. Waiting for a handle cannot block: the link has failed.
+    """
+    kept = [_unsent(fragment, link, merge) for fragment in fragments]
+    for fragment in fragments:
+        while fragment.in_flight:
+            fragment.drop(fragment.in_flight.pop())
+    return kept
+
+
+def _unsent(fragment: FragmentState, link: Link, merge: Merge) -> Unsent:
+    base, trained = fragment.base(), fragment.trained
+    snapshot, outer_grad, square = fragment.prepare(base)
+    # after a landing since their send, local params have the steps of other transfers, or no longer
+    has_them = base is fragment.global_params and merge.keeps_local_steps
+    for transfer in reversed(fragment.in_flight):
+        if _has_arrived(transfer, link):
+            break
+        trained = transfer.trained
+        if transfer.is_own and not has_them and transfer.departure is not None:
+            outer_grad.add_(transfer.departure.flat)
+    fragment.pool.give(snapshot)
+    return Unsent(outer_grad if math.isfinite(square) else outer_grad.zero_(), trained)
+
+
+def _has_arrived(transfer: Transfer, link: Link) -> bool:
+    try:
+        link.give(transfer.handle.wait().result.mean)
+    except LinkError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def bring_back(fragments: Sequence[FragmentState], kept: Sequence[Unsent]) -> None:
+    """Add the steps of `kept` to the local params, which are the global ones. The next sends carry them."""
+    for fragment, unsent in zip(fragments, kept, strict=True):
+        local = fragment.gather()
+        fragment.local.show(local.sub_(unsent.outer_grad))
+        fragment.pool.give(local)
+        fragment.trained = unsent.trained
 
 
 def _arrival(transfer: Transfer) -> Arrival:

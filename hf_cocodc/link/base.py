@@ -104,8 +104,6 @@ class Link(Protocol):
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
-    replicas: bool
-    """Whether several ranks of the region hold the same parameters (DDP)."""
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
 

@@ -16,7 +16,7 @@ from .stopping import StopAgreement
 T = TypeVar("T")
 
 _SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm", "loss"), 1.0),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "norm", "loss"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or smallest (-1). Other numbers may differ."""
@@ -40,7 +40,6 @@ class LaneLink(FixedMembers):
     ) -> None:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
-        self.replicas = False
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
         self._link = link

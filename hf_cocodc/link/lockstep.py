@@ -205,7 +205,6 @@ class LockstepLink(FixedMembers):
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
-        self.replicas = False
         self.agreement: StopAgreement | None = None
         self._broadcast_bytes = 0
         self._hub = hub

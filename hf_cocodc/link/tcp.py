@@ -94,7 +94,6 @@ class TcpLink:
     """
 
     lane, num_lanes = 0, 1
-    replicas = False
     timing = "measured"
 
     def __init__(

@@ -4,7 +4,8 @@ A fragment is a flat fp32 vector with a layout. A pattern is a function that spl
 cover every value of every trainable parameter exactly once: a tied weight is placed once, a frozen parameter nowhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -278,6 +279,24 @@ def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None
             assert cut[:1] == [0] and cut[-1:] == [len(params[name])] and cut[1:-1:2] == cut[2:-1:2], (
                 f"fragments must cover every value of {name} exactly once, not {rows}"
             )
+
+
+@contextmanager
+def only_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Inside the block exactly these parameters are trainable."""
+    changed = [param for name, param in model.named_parameters() if param.requires_grad != (name in names)]
+    for param in changed:
+        param.requires_grad_(not param.requires_grad)
+    try:
+        yield
+    finally:
+        for param in changed:
+            param.requires_grad_(not param.requires_grad)
+
+
+def names_of(fragments: Sequence[Fragment]) -> frozenset[str]:
+    """Names of the parameters in these fragments."""
+    return frozenset(name for fragment in fragments for name in fragment.names)
 
 
 def names_in(layout: list) -> frozenset[str]:

@@ -6,7 +6,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.watch import refuse_complex
 from ..errors import InputError
 from ..parts.codecs import has_radial, has_rank
 from ..parts.tensors.memory import HOST
@@ -26,8 +25,11 @@ def refuse_unsupported(
             "they would stop at different steps. Use outer.on_nonfinite=restart."
         )
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            refuse_complex(name, param)
+        if param.requires_grad and param.is_complex():
+            raise InputError(
+                f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
+                "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
+            )
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:

@@ -231,8 +231,8 @@ def test_simulated_time_decides_when_transfers_arrive(num_regions: int) -> None:
         assert blocked_s == 0
 
 
-def test_the_rates_of_new_fragments_count_from_the_step_where_they_began() -> None:
-    """CoCoDC goes on with new fragments after an adoption as at the start of a run, however many steps were before."""
+def test_rates_of_sends_count_from_the_step_where_the_schedule_began() -> None:
+    """CoCoDC begins at any inner step as at the start of a run."""
     schedule, stats = schedules.adaptive(100, 1, sends_per_interval=10), AgreedStats(change=(2.0, 3.0))
     sent: dict[int, list[int]] = {0: [], 1000: []}
     for start, fragments in sent.items():
