@@ -1,8 +1,8 @@
 """The engine of one region: the only loop over events.
 
 It owns the global params, the outer state and the transfers in flight, and asks the method's parts what to do, without knowing
-their names. Its tensors are flat fp32, on the host or with the params; local params are written in place, only through
-`FragmentState`.
+their names. It computes on the device of the local params with flat fp32 tensors; local params are written in place, only
+through `FragmentState`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from ..parts.fragments import Fragment, names_in, only_trainable
 from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
-from ..parts.tensors.memory import HOST
+from ..parts.tensors.memory import HOST, Home
 from . import transfers
 from .account import Account, Measurements, Record, Totals
 from .agreement import StepChecksum, check_same_end, check_same_start
@@ -44,7 +44,7 @@ class Synchronizer:
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
         is_bounded: returns whether the inner optimizer bounds a step, so that the guard can judge.
         state: from `state_dict`, to continue with the model's parameters as they are; else all take region 0's parameters.
-        device: of global params, outer state and transfers; what the link and codecs need is on the host.
+        home: where global params, outer state and transfers rest; by default with the model. They are computed with there.
 
     Raises:
         CheckpointError: `state` is of another model or method, or differs from the other regions'.
@@ -62,16 +62,17 @@ class Synchronizer:
         guard: Guard | None = None,
         is_bounded: Callable[[], bool] = lambda: True,
         state: dict[str, Any] | None = None,
-        device: torch.device = HOST,
+        home: Home | None = None,
     ) -> None:
         self.method = method
         self.link = link
         self._model = model
-        self.measured, self.account = Measurements(link.clock()), Account(record, link.region)
+        self._home = home or Home(next(model.parameters()).device)
+        timed_on = self._home.device if link.timing == "measured" else HOST
+        self.measured, self.account = Measurements(link.clock(), timed_on), Account(record, link.region)
         self._record = record
         counting = digest_interval, weights, guard, is_bounded
-        self._traffic = Traffic(method, link, device, self.measured, self.account, *counting)
-        self._device = device
+        self._traffic = Traffic(method, link, self.measured, self.account, *counting)
         self._is_leaving = False
         self.fragments: list[FragmentState] = []
         self.num_params = 0
@@ -128,16 +129,26 @@ class Synchronizer:
         events = self._agenda.events(self.inner_step, self.measured.agreed)
         if not events:
             return None
-        words = self._hold_events(events, word)
+        with self._held():
+            words = self._handle_events(events, word)
         self.measured.leave_events(self.link.clock())
         return words
 
     @torch.no_grad()
-    def _hold_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
+    def _handle_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
         """Do the events of this inner step."""
         self.measured.note_event()
         self._look()
         return self._traffic.hold(events, self.fragments, word)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Count the time of the block as time for which training is held."""
+        began = self.link.clock()
+        try:
+            yield
+        finally:
+            self.account.held(self.link.clock() - began)
 
     @torch.no_grad()
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
@@ -146,8 +157,9 @@ class Synchronizer:
         Returns the words of all regions, if a transfer landed. Raises HandshakeError if regions hold different models.
         """
         self._look()
-        words = self._traffic.end(self.fragments, word)
-        self._show_global(averaged=True)
+        with self._held():
+            words = self._traffic.end(self.fragments, word)
+            self._show_global(averaged=True)
         digest = check_same_end(self.link, self._model, self._watch.names, self.inner_step, self._record)
         self.account.count_broadcasts(self.link)
         self.account.finished(self.inner_step, digest)
@@ -163,7 +175,8 @@ class Synchronizer:
         """
         self._look()
         with local_kept(self._model, self.fragments):
-            self._show_global(averaged)
+            with self._held():
+                self._show_global(averaged)
             yield
 
     @torch.no_grad()
@@ -182,11 +195,13 @@ class Synchronizer:
 
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
+        self._home.settle()
         return digest(*(fragment.global_params for fragment in self.fragments))
 
     def memory(self) -> dict[torch.device, Memory]:
         """The memory that outer state and transfers take, by device."""
-        return memory(self.fragments, self.method, self.link.most_regions, self._traffic.is_ahead)
+        fragments = [each.fragment for each in self.fragments]
+        return memory(fragments, self.method, self.link.most_regions, self._home)
 
     def give_up_unsent(self) -> None:
         """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
@@ -201,6 +216,8 @@ class Synchronizer:
         Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A collective
         call of the region's ranks.
         """
+        transfers.wait_for_transfers(self.fragments)
+        self._home.settle()
         return {
             "layout": layout([each.fragment for each in self.fragments]),
             **self.measured.state_dict(),
@@ -236,7 +253,7 @@ class Synchronizer:
         `keep` adds what this region has trained and the others lack; its next sends carry it. Raises CheckpointError if `state`
         is of another model or method.
         """
-        kept = transfers.give_up(self.fragments, self.link, self.method.merge)
+        kept = transfers.give_up(self.fragments, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)
         self._traffic.shares.trained = trained
@@ -251,7 +268,6 @@ class Synchronizer:
         self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             transfers.load(fragment, saved)
-            self._traffic.of_loaded(fragment)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
@@ -273,14 +289,11 @@ class Synchronizer:
     def _adopt(self, fragments: tuple[Fragment, ...], start: bool) -> None:
         """Begin with these fragments; `start`: from region 0's parameters."""
         link, traffic = self.link, self._traffic
-        self.fragments = adopt(
-            fragments, self._model, self.method, link, self._device, start, traffic.is_ahead
-        )
+        self.fragments = adopt(fragments, self._model, self.method, link, self._home, start)
         for fragment in self.fragments:
             fragment.settled_at = fragment.sent_at = self.inner_step
             fragment.lr_sum, fragment.trained = self.measured.lr_sum, traffic.shares.trained
-        link.bring_to(self.fragments[0].pool)
-        numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
+        numels = torch.tensor([float(each.numel) for each in fragments], dtype=torch.float64, device=HOST)
         lengths: list[float] = link.total(numels).tolist()
         self.num_params = round(sum(lengths))
         self.measured.begin(lengths)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..link.base import Handle
-from ..parts.codecs.base import CodecState
 from ..parts.guard import Ordinary
 from .compatibility import sound_counts
 
@@ -46,7 +45,6 @@ class Transfer:
         ordinary: what was ordinary at the send (`parts.guard`).
         is_finite: whether this region's outer gradient was finite; known as `norm` is.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
-        codec: the codec's state from which it is encoded.
         handle: waits for the mean; set at the send.
     """
 
@@ -63,7 +61,6 @@ class Transfer:
     ordinary: Ordinary = Ordinary()
     is_finite: bool = True
     trained: Trained = Trained()
-    codec: CodecState = field(default_factory=dict)
     handle: Handle = field(init=False)
 
 

@@ -48,6 +48,7 @@ class SharedLink:
         everybody = range(num_regions)
         self._news = _News(everybody, everybody, takes_part=True, of_mean=everybody, changes=-1)
         self.lane, self.num_lanes = 0, 1
+        self.replicas = True
         self.timing = "measured"
         self._link = leader_link
         self.agreement: StopAgreement | None = None

@@ -63,14 +63,9 @@ def own_hello(
     frozen: str | None,
 ) -> dict[str, Any]:
     """What this region tells the others (`hello`). `frozen`: a digest of the rest of a sharded model."""
-    shared = {
-        **regions.compared,
-        # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
-        "device": (accelerator.device if config.device == "model" else HOST).type,
-    }
     return hello(
         model,
-        {**settings(config), **shared},
+        {**settings(config), **regions.compared},
         max_steps,
         num_lanes,
         config=about.model,

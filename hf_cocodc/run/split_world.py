@@ -9,7 +9,6 @@ from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
 from ..errors import InputError
 from ..net.addresses import free_port
-from ..parts.tensors.pieces import REGIONS_HERE
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig
 
 _KEY = "hf_cocodc/split"
@@ -68,7 +67,6 @@ def split_world(num_regions: int) -> int:
         if len(devices) >= local_size:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + size])
         env.update(LOCAL_RANK=str(local_rank % size), LOCAL_WORLD_SIZE=str(size))
-        env[REGIONS_HERE] = str(local_size // size)
     env.update(
         RANK=str(rank_in_region),
         WORLD_SIZE=str(size),

@@ -22,7 +22,7 @@ from ..settings import OuterConfig
 from ..snapshot.checkpoint import Saved
 from .journal import Journal, Mark
 from .session import session_of
-from .supported import outer_device
+from .supported import home_of
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def engine_for(
         guard=guard_of(config),
         is_bounded=is_bounded,
         state=state,
-        device=outer_device(model, config),
+        home=home_of(model, config),
     )
 
 

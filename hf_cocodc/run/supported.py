@@ -8,9 +8,11 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
 from ..parts.codecs import has_radial, has_rank
-from ..parts.tensors.memory import HOST
+from ..parts.tensors.flat import local_shard
+from ..parts.tensors.memory import HOST, Home
 from ..resolve import from_config
 from ..settings import OuterConfig
+from ..settings.outer import AUTO
 
 
 def refuse_unsupported(
@@ -51,10 +53,23 @@ def refuse_unsupported(
         )
 
 
-def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
-    """The device of the outer state."""
-    params = (param for param in model.parameters() if param.requires_grad)
-    return next((param.device for param in params), HOST) if config.device == "model" else HOST
+_SHARE = 0.1
+"""`outer.device: auto` keeps global params and outer state with the model if they take at most this share of its memory."""
+
+
+def home_of(model: nn.Module, config: OuterConfig) -> Home:
+    """Where global params, outer state and transfers rest; they are computed with on the device of the model."""
+    params = [local_shard(param) for param in model.parameters() if param.requires_grad]
+    device = params[0].device if params else HOST
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Home(device, rests_on_host(config, sum(param.numel() for param in params), room))
+
+
+def rests_on_host(config: OuterConfig, num_values: int, room: int | None) -> bool:
+    """Whether the outer state of so many values rests on the host; `room`: bytes of the model's device, None if unknown."""
+    # the momentum is as long as the global params, both in fp32
+    is_large = room is not None and 8 * num_values > _SHARE * room
+    return config.device == "host" or (config.device == AUTO and is_large)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparselo
 """The names of `newer.known`: importing the methods would import torch."""
 PARTS = {"fragments", "schedule", "codec", "outer", "merge", "closing"}
 """The fields of every `Method`."""
-DEVICES = ("host", "model")
+DEVICES = ("auto", "model", "host")
 ON_NONFINITE = ("restart", "stop")
 WEIGHTS = ("equal", "steps", "tokens")
 OF_EVERY_METHOD = (
@@ -102,8 +102,10 @@ class OuterConfig(Settings):
         "equal",
     )
     device: str = setting(
-        "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
-        "host",
+        "Where global params and outer state rest: model (with the model's parameters), host (pinned memory of the host, from "
+        "where they visit the model's device slice by slice), or auto (with the model if they take at most a tenth of its "
+        "device's memory, else host). They are computed with on the model's device in each case.",
+        "auto",
     )
     split_rows: bool | None = expert(
         "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes."

@@ -22,7 +22,6 @@ from typing import IO
 import psutil
 
 from ..errors import InputError, RunStopped
-from ..parts.tensors.pieces import REGIONS_HERE
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
@@ -176,7 +175,6 @@ def launches(
         env = {
             ENV_REGION: str(region),
             ENV_REGIONS: str(recipe.regions.count or 1),
-            REGIONS_HERE: str(len(regions)),
             **({} if coordinator is None else {ENV_COORDINATOR: coordinator}),
         }
         command = [sys.executable]

@@ -27,7 +27,7 @@ from ...net.wire import Wire
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import digest
-from ...parts.tensors.pieces import cores
+from ...parts.tensors.slices import cores
 from .codec import KNOWN
 from .report import BenchReport, Row
 from .workers import run, serve, start_here
@@ -200,7 +200,6 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
                 f"{trial.codec!r} or in the link; please report it."
             )
         seconds.append(max(each.seconds for each in records))
-        link.give(arrival.result.mean)
     return Figures(
         regions=link.num_regions,
         connections=link.view.connections,

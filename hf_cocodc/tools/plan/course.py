@@ -179,7 +179,7 @@ class _Run:
             self.now += waited
             self._blocked_s += waited
             self.staleness = max(self.staleness, self.step - sent_at)
-            self._measured.hear(fragment, _arrival(flight), sum(each.step_s for each in flight.carried))
+            self._measured.hear(fragment, _arrival(flight))
         self.now += work.land_s  # also where nothing was sent, and a mean of zero lands
 
 
