@@ -9,7 +9,7 @@ from torch import nn
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.tensors.memory import HOST, Departure, Pool, bring
 from hf_cocodc.settings import OuterConfig
-from tests.engine.test_device import trajectory
+from tests.engine.test_device import START, trajectory
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, llama, run
 
@@ -23,10 +23,12 @@ pytestmark = [
 @pytest.mark.parametrize("outer_state", ["host", "model"])
 @pytest.mark.parametrize("method", METHODS)
 def test_parameters_on_a_device(method: str, outer_state: str, dtype: torch.dtype) -> None:
-    """Two regions on the GPU: equal global weights, close to those of the same run on the CPU."""
+    """Two regions on the GPU: equal global weights at the end, close to those of the same run on the CPU."""
     cuda = torch.device("cuda", 0)
     first, second = trajectory(method, cuda, cuda if outer_state == "model" else HOST, dtype=dtype)
-    assert all(torch.equal(one, other) for one, other in zip(first[-1], second[-1], strict=True))
+    # eager keeps global params that differ between regions: only its models end equal
+    compared = slice(len(START) if method == "eager" else None)
+    assert all(torch.equal(*both) for both in zip(first[-1][compared], second[-1][compared], strict=True))
     close = {"atol": 1e-4, "rtol": 1e-3} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 5e-2}
     torch.testing.assert_close([first, second], trajectory(method, HOST, HOST, dtype=dtype), **close)
 
@@ -72,7 +74,9 @@ def test_a_send_leaves_the_device_once_a_fragment() -> None:
 
     def live(region: Region) -> int:
         [state] = region.synchronizer.fragments
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        # acc_events: without it torch 2.11 warns that it forgets the events of earlier cycles, of which there are none
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             state.gather()
             torch.cuda.synchronize()
         return sum("Memcpy DtoH" in event.name for event in profile.events())

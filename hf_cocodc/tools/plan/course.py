@@ -28,11 +28,10 @@ class Cargo(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """When a transfer's outer step is ready, and the seconds that the link and the outer step took, without waiting."""
+    """When a transfer's mean is there, and the seconds that the link took, without waiting."""
 
     ready_s: float
     link_s: float
-    step_s: float = 0.0
 
 
 class Line(Protocol):
