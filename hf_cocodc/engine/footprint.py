@@ -35,11 +35,16 @@ def memory(
     """The memory of outer state and transfers by device. `num_regions`: the most, if they may change."""
     by_device = {home.rest: Memory(0), HOST: Memory(0), home.device: Memory(0)}
     with FakeTensorMode():  # no byte is taken
-        kept = sum(4 * each.numel + _bytes(method.outer.init(torch.empty(each.numel, device=HOST))) for each in fragments)
+        kept = sum(
+            4 * each.numel + _bytes(method.outer.init(torch.empty(each.numel, device=HOST)))
+            for each in fragments
+        )
         codec = [_bytes(method.codec.init(each)) for each in fragments]
     largest = max(fragments, key=lambda each: each.numel)
     values, remembered = 4 * largest.numel, max(codec)
-    flats = _FLATS + method.schedule.back_to_back  # the global params at the send, which move before the transfer lands
+    flats = (
+        _FLATS + method.schedule.back_to_back
+    )  # the global params at the send, which move before the transfer lands
     payload = max(method.codec.wire_bytes(largest, region, num_regions) for region in range(num_regions))
     by_device[home.rest] = _add(
         by_device[home.rest], kept=kept + sum(codec), per_transfer=flats * values + remembered

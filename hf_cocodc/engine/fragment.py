@@ -207,7 +207,9 @@ class FragmentState:
         assert merge.measure is not None and merge.scales is not None
         count, device = len(self.local.params), self.home.device
         sums = torch.zeros(3, count, dtype=torch.float64, device=device)
-        sums[2] = torch.tensor([each.numel() for each in self.local.params], dtype=torch.float64, device=device)
+        sums[2] = torch.tensor(
+            [each.numel() for each in self.local.params], dtype=torch.float64, device=device
+        )
         for index, cut in enumerate(self.local.cuts):
             for row, values in enumerate(merge.measure(here.merge(index, here.new_global(index)), info)):
                 found = squares(cut.views(values))
@@ -276,7 +278,9 @@ class _Slices:
         self._snapshot, self._mean, self._before, self._after = map(
             self._local.split, (transfer.snapshot, mean, before, after)
         )
-        self._own = None if fresh is None or transfer.outer_grad is None else self._local.split(transfer.outer_grad)
+        self._own = (
+            None if fresh is None or transfer.outer_grad is None else self._local.split(transfer.outer_grad)
+        )
         self._fresh = None if fresh is None else self._local.split(fresh)
         self._state, self._numel = state, fragment.fragment.numel
 
@@ -375,5 +379,3 @@ def hold(fragment: Fragment, shards: Mapping[str, Tensor], home: Home) -> Fragme
     """The state of a fragment whose global params are the present local ones; without outer state."""
     local = LocalParams(fragment.views_of(shards))
     return FragmentState(fragment, local, home, local.gather(home.take(fragment.numel), home))
-
-

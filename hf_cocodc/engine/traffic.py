@@ -255,7 +255,15 @@ class Traffic:
         if self._guarding.is_clipped(transfer.judged, transfer.norm):
             self._tell_of_fresh(fragment, transfer)
         fragment.land(
-            *(transfer, arrival.result.mean, self._method.outer, merge, info, self._merge_info(transfer), fresh)
+            *(
+                transfer,
+                arrival.result.mean,
+                self._method.outer,
+                merge,
+                info,
+                self._merge_info(transfer),
+                fresh,
+            )
         )
         settled = transfer.sent_at if keeps else self.inner_step
         fragment.settled_at = max(fragment.settled_at, settled)

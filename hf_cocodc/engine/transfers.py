@@ -150,7 +150,12 @@ def _unsent(fragment: FragmentState, merge: Merge) -> Unsent:
         if _has_arrived(transfer):
             break
         trained = transfer.trained
-        if transfer.is_own and not has_them and transfer.square is not None and transfer.outer_grad is not None:
+        if (
+            transfer.is_own
+            and not has_them
+            and transfer.square is not None
+            and transfer.outer_grad is not None
+        ):
             outer_grad.add_(transfer.outer_grad)
     fragment.home.give(snapshot)
     return Unsent(outer_grad if math.isfinite(square) else outer_grad.zero_(), trained)

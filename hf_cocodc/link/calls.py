@@ -15,7 +15,7 @@ from ..errors import LinkError, RegionLostError
 from ..net.view import UnderWay, View
 from ..parts.codecs.base import Message, Reply
 from ..parts.guard import Verdict, believed
-from ..parts.tensors.memory import HOST, Buffers, Home, aside
+from ..parts.tensors.memory import Buffers, Home, aside
 from ..parts.tensors.slices import longest, square
 from .base import Arrival, MeanRequest, drive
 from .exchange import Exchange

@@ -36,7 +36,6 @@ from ..link.within import of_all
 from ..net.addresses import own_address
 from ..net.pacing import congestion_of
 from ..parts.tensors.flat import bytes_of, contents
-from ..parts.tensors.memory import HOST
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base

@@ -132,7 +132,9 @@ def slices(coder: Coder, numel: int, num_regions: int) -> list[list[slice]]:
     >>> slices(SimpleNamespace(block=4), numel=10, num_regions=3)
     [[slice(0, 4, None)], [slice(4, 8, None)], [slice(8, 10, None)]]
     """
-    unit = 2 * coder.block  # an even number of blocks fills whole bytes, whatever the coder: cutting adds no byte
+    unit = (
+        2 * coder.block
+    )  # an even number of blocks fills whole bytes, whatever the coder: cutting adds no byte
     length = max(SLICE // unit, 1) * unit
 
     def cut(part: slice) -> list[slice]:
@@ -201,7 +203,9 @@ def decode_slices(payloads: Sequence[Tensor], coder: Coder, parts: Sequence[slic
     """Decode a whole message from the payloads of its slices, in order."""
     if not parts:
         return torch.empty(0, dtype=torch.float32, device=HOST)
-    return torch.cat([coder.decode(p, part.stop - part.start) for p, part in zip(payloads, parts, strict=True)])
+    return torch.cat(
+        [coder.decode(p, part.stop - part.start) for p, part in zip(payloads, parts, strict=True)]
+    )
 
 
 class Plain:

@@ -47,7 +47,9 @@ class Blocks(ABC):
         whole = numel - numel % self.block
         many = max(1, longest(values.device) // self.block)
         rows = values[:whole].view(-1, self.block)
-        for part, head, code in zip(*(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True):
+        for part, head, code in zip(
+            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
+        ):
             self._encode_blocks(part, head, code)
         if whole < numel:
             last = values.new_zeros(1, self.block)
@@ -63,7 +65,9 @@ class Blocks(ABC):
         whole = numel - numel % self.block
         many = max(1, longest(values.device) // self.block)
         rows = values[:whole].view(-1, self.block)
-        for part, head, code in zip(*(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True):
+        for part, head, code in zip(
+            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
+        ):
             self._decode_blocks(head, code, part)
         if whole < numel:
             last, full = values.new_empty(1, self.block), codes.new_zeros(1, self.block // self.per_byte)

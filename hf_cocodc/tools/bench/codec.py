@@ -36,7 +36,8 @@ def measure(
 ) -> BenchReport:
     """Measure codecs on `numel` fp32 values: one row per codec, with the medians of `repeat` measurements; both at least 1.
 
-    The values are on `device`, where they are encoded. `only` names codecs; None takes all that a recipe can name. Raises InputError if one is unknown.
+    The values are on `device`, where they are encoded. `only` names codecs; None takes all that a recipe can name. Raises
+    InputError if one is unknown.
     """
     for name in only or ():
         if name not in KNOWN:

@@ -45,12 +45,11 @@ _STEP_BYTES = 20
 _SGD: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def measure(
-    numel: int, repeat: int, threads: Sequence[int] = (), device: torch.device = HOST
-) -> BenchReport:
+def measure(numel: int, repeat: int, threads: Sequence[int] = (), device: torch.device = HOST) -> BenchReport:
     """One row for each part of a send and a landing, and rows for comparison (a copy, SGD): medians of `repeat` measurements.
 
-    The model has about `numel` parameters, on `device`. `threads` has numbers of threads to measure with; by default one, and torch's own.
+    The model has about `numel` parameters, on `device`. `threads` has numbers of threads to measure with; by default one, and
+    torch's own.
     """
     shapes = llama_like(numel)
     clock = _Clock(sum(math.prod(shape) for shape in shapes), device)
