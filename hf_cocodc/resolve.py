@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from .newer import known
 from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
 def settings(config: OuterConfig) -> dict[str, object]:
     """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
 
-    Of a user's own method also its parts, in words: `part.schedule` and so on; of a user's own codec `part.codec`.
+    Of a user's own method or codec also its parts, in words (`part.schedule`), and its source (`part.method.source`).
     """
     composer = _composer(config)
     chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **_numbers(composer, config.given())}
@@ -206,18 +207,9 @@ def settings(config: OuterConfig) -> dict[str, object]:
             chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         chosen["guard"] = config.guard
-    has_own_codec = demands.is_own(config.codec)
+    has_own_codec = not isinstance(config.codec, str | None) or demands.is_own(config.codec)
     if composer.is_own or has_own_codec:
-        mine, for_codec = _options(config, composer.takes)
-        known = parts.own.options_of_codec(str(config.codec)) if has_own_codec else {}
-        named = {**known, **for_codec, **chosen, **mine}
-        chosen = {_in_recipe(name): parts.own.told(value) for name, value in named.items()}
-        method = from_config(config)
-        slots = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
-        chosen |= {
-            f"{PART}{name}": parts.own.described(getattr(method, name))
-            for name in (slots if composer.is_own else ["codec"])
-        }
+        chosen = _of_own(config, composer, chosen)
     if composer.is_own:
         return chosen
     if chosen.get("mean") == BEFORE["mean"]:
@@ -226,6 +218,24 @@ def settings(config: OuterConfig) -> dict[str, object]:
         chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
     idle = {name for name, part, needed in NEEDS if part in chosen and chosen[part] not in needed}
     return {name: value for name, value in chosen.items() if name not in idle}
+
+
+def _of_own(config: OuterConfig, composer: _Composer, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """`chosen` as it comes back from JSON, with options by their names in a recipe, and a user's own parts in words."""
+    method = from_config(config)
+    mine, for_codec = _options(config, composer.takes)
+    known = parts.own.options_of_codec(config.codec) if demands.is_own(config.codec) else {}
+    named = {**known, **for_codec, **chosen, **mine}
+    if not isinstance(config.codec, str | None):  # its words stand for it
+        del named["codec"]
+    told: dict[str, Any] = json.loads(json.dumps({_in_recipe(name): each for name, each in named.items()}))
+    slots = sorted(PARTS) if composer.is_own else ["codec"]
+    told |= {f"{PART}{name}": parts.own.described(getattr(method, name)) for name in slots}
+    for name in ("method", "codec"):
+        if demands.is_own(given := getattr(config, name)):
+            thing, module = parts.own.found(f"outer.{name}", given), given.partition(":")[0]
+            told[f"{PART}{name}.source"] = parts.own.described(thing, module)
+    return told
 
 
 def lost_steps(config: OuterConfig) -> str | None:
