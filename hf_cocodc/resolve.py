@@ -19,18 +19,6 @@ from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS
 
 logger = logging.getLogger(__name__)
 
-NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
-    ("rank", "codec", ("lowrank",)),
-    ("top_k", "codec", demands.SPARSE),
-    ("feedback_decay", "error_feedback", (True,)),
-    ("mixing_alpha", "merge", ("mix",)),
-    ("compensation", "merge", ("compensate",)),
-    ("compensation_strength", "merge", ("compensate",)),
-    ("utilization", "sends_per_interval", (None,)),
-    ("split_rows", "fragment_pattern", ("strided", "sequential")),
-)
-"""(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
-
 PART = "part."
 """How the descriptions of parts begin, among the settings."""
 
@@ -158,39 +146,11 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
     if not composer.is_own:
-        _check_together(takes, given)
-        demands.check({**takes, **given})
-    _check_auto(composer, given)
-
-
-def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check settings of one of our methods against each other. Raises InputError if one would have no effect."""
-    settings = {**takes, **given}
-    for name, part, needed in NEEDS:
-        if name in given and part in takes and settings[part] not in needed:
-            values = " or ".join("null" if value is None else str(value) for value in needed)
-            other = f"outer.{part} in the same way" if None in needed else f"set outer.{part}={values}"
+        demands.check({**takes, **given}, list(given))
+    for name in FOLLOWING if composer.is_own else ():
+        if given.get(name, takes.get(name)) == AUTO:
             raise InputError(
-                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={values}, "
-                f"but outer.{part} is {settings[part]}. Remove outer.{name} (--set outer.{name}=null), or {other}."
-            )
-
-
-def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
-    """Check what is `auto` among the settings. Raises InputError if its value is unknown."""
-    following = {name: given.get(name, composer.takes[name]) for name in FOLLOWING if name in composer.takes}
-    waiting = [name for name, value in following.items() if value == AUTO]
-    if not waiting:
-        return
-    if composer.is_own:
-        raise InputError(
-            f"outer.{waiting[0]}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
-        )
-    for name, value in following.items():
-        if value != AUTO:
-            raise InputError(
-                f"outer.{waiting[0]}=auto, but outer.{name}={shown(value)}: one value is good only with the other. Set both to "
-                "auto, or both to numbers."
+                f"outer.{name}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
             )
 
 
@@ -216,7 +176,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
         del chosen["mean"]
     if "mixing_alpha" in chosen:
         chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
-    idle = {name for name, part, needed in NEEDS if part in chosen and chosen[part] not in needed}
+    idle = demands.idle(chosen)
     return {name: value for name, value in chosen.items() if name not in idle}
 
 
