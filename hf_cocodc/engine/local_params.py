@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..parts.tensors.flat import copy_all_
-from ..parts.tensors.memory import Home
+from ..parts.tensors.memory import HOST, Home
 from ..parts.tensors.slices import Cut, cuts, longest
 
 
@@ -16,6 +16,7 @@ class LocalParams:
     Attributes:
         cuts: the slices.
         is_rounded: whether the model stores values with less precision than fp32.
+        numels: numbers of values of the parameters: 1-D fp64, on their device.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -28,6 +29,7 @@ class LocalParams:
         most = longest(self.device) if is_contiguous else max(sum(numels), 1)
         self.cuts: list[Cut] = cuts(numels, most)
         self._parts = _parts(self.params, self.cuts)
+        self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
 
     def read(self, index: int, into: Tensor | None = None) -> Tensor:
         """The values of a slice in fp32, on their device: written to `into`, or perhaps the parameter's own memory."""
