@@ -109,12 +109,8 @@ def _make_equal(
     link: Link, model: nn.Module, synchronized: Collection[str], answers: Mapping[int, Mapping[str, str]]
 ) -> tuple[list[str], str]:
     """Make equal what differs by `answers`, every region's digests. Returns what was done, and what must not differ, in words."""
-    held, buffers, lowest, lines = (
-        contents(model),
-        dict(model.named_buffers()),
-        min(answers),
-        answers.values(),
-    )
+    held, buffers = contents(model), dict(model.named_buffers())
+    lowest, lines = min(answers), answers.values()
     differing = [name for name in dict.fromkeys(chain(*lines)) if len({each.get(name) for each in lines}) > 1]
     forms = {name: {each.get(name, "").rpartition(" ")[0] for each in lines} for name in differing}
     alike = [name for name in differing if len(forms[name]) == 1]
@@ -139,10 +135,8 @@ def _make_equal(
         if name not in {*shared, *weights, *apart}:
             first = answers[lowest].get(name)
             other = next(region for region, each in answers.items() if each.get(name) != first)
-            return (
-                notes,
-                f"regions differ at the end of the run in {name} (region {other} and region {lowest})",
-            )
+            wrong = f"regions differ at the end of the run in {name} (region {other} and region {lowest})"
+            return notes, wrong
     return notes, ""
 
 
