@@ -13,6 +13,7 @@ from ..link.base import Arrival, Link
 from ..link.records import Ending
 from ..link.spreading import spread, spread_all
 from ..parts.tensors.flat import contents, digests, local_shard, raw
+from ..parts.tensors.memory import HOST
 from .account import Record
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
             if names:
                 _tell(fate, names, min(answers), step, record)
         _, digest = _lines(held, buffers, adopted)
-    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64)).item()
+    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64, device=HOST)).item()
     if wrong or elsewhere:
         raise HandshakeError(
             (
