@@ -15,6 +15,7 @@ from ..link.base import Arrival, Link
 from ..link.records import Ending
 from ..link.spreading import spread_all
 from ..parts.tensors.flat import contents, digests, local_shard, raw, split_views
+from ..parts.tensors.memory import HOST
 from .account import Record
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def check_same_end(
             logger.warning(note)
             record("note", step=step, message=note)
         own = digests(contents(model))
-    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64)).item()
+    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64, device=HOST)).item()
     if wrong or elsewhere:
         raise HandshakeError(
             (wrong or "another rank of this region says what differs between regions at the end of the run")

@@ -15,8 +15,8 @@ class LocalParams:
 
     Attributes:
         cuts: the slices.
+        numels: number of values of each parameter, fp64 on the device: brought there once, because training waits for that.
         is_rounded: whether the model stores values with less precision than fp32.
-        numels: numbers of values of the parameters: 1-D fp64, on their device.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -24,12 +24,12 @@ class LocalParams:
         self.device = self.params[0].device
         self.is_rounded = any(param.dtype != torch.float32 for param in self.params)
         numels = [param.numel() for param in self.params]
+        self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
         # strided ones cannot be cut: they are all in one slice
         is_contiguous = all(param.is_contiguous() for param in self.params)
         most = longest(self.device) if is_contiguous else max(sum(numels), 1)
         self.cuts: list[Cut] = cuts(numels, most)
         self._parts = _parts(self.params, self.cuts)
-        self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
 
     def read(self, index: int, into: Tensor | None = None) -> Tensor:
         """The values of a slice in fp32, on their device: written to `into`, or perhaps the parameter's own memory."""

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
+from ..parts.tensors.memory import HOST
 from .base import Link
 from .group import error_of, failure_of
 
@@ -22,7 +23,7 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
         return value
     text_of_main = json.dumps(value).encode() if accelerator.is_main_process else b""
     size = broadcast(torch.tensor([len(text_of_main)], device=accelerator.device))
-    text = torch.zeros(int(size), dtype=torch.uint8)
+    text = torch.zeros(int(size), dtype=torch.uint8, device=HOST)
     if accelerator.is_main_process:
         text = torch.frombuffer(bytearray(text_of_main), dtype=torch.uint8)
     return json.loads(bytes(broadcast(text.to(accelerator.device)).tolist()))
