@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.synchronizer import Synchronizer
 from ..engine.transfers import wait_for_transfers
-from ..errors import InputError, LeftBehind, LinkError, RunStopped
+from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, shown
 from ..link.base import Link
 from ..link.records import Ending, Words
 from ..methods import Method
@@ -74,7 +75,8 @@ class OuterOptimizer:
             It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are refused.
         config: the method and its settings; or a `Method` with a name, for a method of your own.
         regions: which region this is; by default the environment says so.
-        max_steps: inner steps of the run, if known; regions must agree on it.
+        max_steps: inner steps of the run, if known; regions must agree on it. `should_stop` is True after so many, and another
+            `step` is refused.
         journal: file for one JSON line per event; none by default.
         link: reaches the other regions, which compare over it what they are; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
@@ -123,6 +125,7 @@ class OuterOptimizer:
         has_agreed: bool = False,
     ) -> None:
         asked, regions = as_config(config), regions or RegionConfig()
+        max_steps = whole(max_steps)
         method = from_config(asked)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         refuse_unsupported(accelerator, asked, bare, has_stages=stage is not None)
@@ -168,6 +171,7 @@ class OuterOptimizer:
         self.journal = Journal(path, mark_of(saved, path, run_of(link)), link.clock)
         self.endings = Endings(link, regions.when_one_ends, self._max_steps)
         self.finished = False
+        self._has_read_verdict = False
         self.synchronizer = self._engine(saved)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
@@ -216,8 +220,10 @@ class OuterOptimizer:
     def verdict(self) -> str | None:
         """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on.
 
-        "leave": this region alone has left, and the others train on.
+        "leave": this region alone has left, and the others train on. A script that has read "stop" or "leave" ends as it
+        chooses; in any other, `finish` raises RunStopped.
         """
+        self._has_read_verdict = self._has_read_verdict or self.endings.verdict is not None
         return self.endings.verdict
 
     @property
@@ -227,12 +233,16 @@ class OuterOptimizer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run has ended here: leave the loop.
+        """Whether the run has ended here, or all `max_steps` are made: leave the loop.
 
         With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
         leave, and resume later.
         """
-        return self.finished or self.verdict is not None
+        return self.finished or self._is_all_made or self.endings.verdict is not None
+
+    @property
+    def _is_all_made(self) -> bool:
+        return self._max_steps is not None and self.inner_step >= self._max_steps
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
@@ -273,14 +283,38 @@ class OuterOptimizer:
 
         Regions may come here after different numbers of inner steps: an early one coasts until the others have heard of
         it. After a `verdict` to stop or leave nothing is exchanged and the model keeps its local weights.
+
+        Raises:
+            RunStopped: the regions have stopped, or this one has left (RunLeft), and the script knows nothing of it: it has
+                saved no checkpoint of this step, and has not read `verdict`. It would go on as if the run were complete.
         """
+        self.end()
+        self._refuse_unnoticed()
+
+    def end(self) -> None:
+        """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
         if not self.finished and not self.is_at_the_end:
             self.say(Ending.DONE)
             self.coast(self._finish)
         self._finish()
 
+    def _refuse_unnoticed(self) -> None:
+        step, region = self.inner_step, self.link.region
+        if self.finished or self._has_read_verdict or 0 < self.endings.word.saved_at == step:
+            return
+        if self.endings.verdict == "leave":
+            raise RunLeft(
+                f"region {region} has left the run at step {step}: {self.why}. The others train on with what it has trained; its "
+                "model is not the run's. A script that reads outer.verdict may end in another way."
+            )
+        raise RunStopped(
+            f"all regions stopped at step {step}: {self.why}. Region {region} has saved no checkpoint of this step, so what it has "
+            "trained since its last one is lost. When outer.should_stop is True, look at outer.verdict: if it is stop, call "
+            "accelerator.save_state(folder) inside the with block, and resume from there later."
+        )
+
     def _finish(self) -> None:
-        while not self.finished and self.verdict not in ("stop", "leave"):
+        while not self.finished and self.endings.verdict not in ("stop", "leave"):
             try:
                 words = self.synchronizer.finish(self.endings.word)
             except LeftBehind as error:
@@ -318,9 +352,8 @@ class OuterOptimizer:
     @property
     def is_at_the_end(self) -> bool:
         """Whether every region is known to end at this step, so that the last round can take place."""
-        known = self._max_steps is not None and self.inner_step >= self._max_steps
         is_alone = self.link.num_regions == 1 and not self.link.is_elastic  # else others may come
-        return known or is_alone or self.verdict is not None
+        return self._is_all_made or is_alone or self.endings.verdict is not None
 
     def coast_one(self, alone: bool = False) -> None:
         """Make an inner step without training; `alone`: without what comes after it in an elastic run."""
@@ -336,7 +369,7 @@ class OuterOptimizer:
             self._step(inner_lr, trained)
         else:
             self.elastic.guard(lambda: self._step(inner_lr, trained))
-        if self.verdict == "finish":
+        if self.endings.verdict == "finish":
             self._finish()
 
     @property
@@ -359,9 +392,10 @@ class OuterOptimizer:
             tokens: of this rank's micro-batch; needed at every call with `weights=tokens`, otherwise not used.
         """
         if self.should_stop:
+            length = f" (max_steps={self._max_steps})" if self._is_all_made else ""
             raise InputError(
-                f"step() after the run has ended at step {self.inner_step}. Leave the loop when outer.should_stop is True; "
-                "make a new OuterOptimizer to train on."
+                f"step() after the run has ended at step {self.inner_step}{length}. Leave the loop when outer.should_stop is "
+                "True; make a new OuterOptimizer to train on."
             )
         if tokens is not None:
             self.tokens.note(tokens)
@@ -419,7 +453,7 @@ class OuterOptimizer:
             how = (
                 "finished"
                 if self.finished
-                else {"stop": "stopped", "leave": "left"}.get(str(self.verdict), "failed")
+                else {"stop": "stopped", "leave": "left"}.get(str(self.endings.verdict), "failed")
             )
             session.end(Bye(how=how, step=self.inner_step, place=self._place))
         self.link.close(reason)
@@ -511,6 +545,18 @@ class OuterOptimizer:
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
+
+
+def whole(max_steps: Any) -> int | None:
+    """`max_steps` as a number, or None. Raises InputError if it is no whole number from 1."""
+    if max_steps is None:
+        return None
+    if isinstance(max_steps, bool) or not isinstance(max_steps, Integral) or max_steps < 1:
+        raise InputError(
+            f"max_steps={shown(max_steps)} must be a whole number of inner steps, 1 or more; leave it out if the length of the "
+            "run is not known."
+        )
+    return int(max_steps)
 
 
 _TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

@@ -31,7 +31,7 @@ def facts_of(outer: "OuterOptimizer") -> Facts:
         finished=outer.finished,
         journal=mark.position,
         journal_sha256=mark.sha256,
-        stopping=outer.verdict == "stop",
+        stopping=outer.endings.verdict == "stop",
         model=dict(outer.about.model),
         facts=dict(outer.about.facts),
     )
