@@ -147,6 +147,8 @@ class OuterOptimizer:
             start = start_point(link, accelerator, bare, inner, saved, journal, agreed=has_agreed)
             self._agree(start)
             self._begin(start, regions, journal)
+            if not has_agreed:  # Trainer's callback forgets no call of `step`
+                self._undo.append(self._inner.watch_steps())
         except BaseException as error:
             self._undo_all()
             if is_own_link:
@@ -293,6 +295,8 @@ class OuterOptimizer:
 
     def end(self) -> None:
         """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
+        if not self.finished:
+            self._inner.refuse_uncounted()
         if not self.finished and not self.is_at_the_end:
             self.say(Ending.DONE)
             self.coast(self._finish)
@@ -378,7 +382,8 @@ class OuterOptimizer:
         return self.synchronizer.account.report
 
     def step(self, loss: float | None = None, tokens: int | Tensor | None = None) -> None:
-        """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
+        """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate. A second step of PyTorch's
+        optimizers without this call raises InputError.
 
         The learning rate is read here: step a schedule after this call, or call `note_lr` before. Of groups with different
         rates counts the mean, weighted by the number of values that they train, without groups whose rate is 0. Only CO2 and
@@ -399,6 +404,7 @@ class OuterOptimizer:
             )
         if tokens is not None:
             self.tokens.note(tokens)
+        self._inner.count()
         if not self._accelerator.sync_gradients:
             return
         if loss is not None:

@@ -55,7 +55,9 @@ def both(**more: Any) -> list[Tensor]:
 
 def test_a_loop_that_does_not_notice_that_it_was_stopped_raises() -> None:
     """Region 1 is interrupted, all stop, and nothing was saved: no script may go on as if the run were complete."""
-    with pytest.raises(RunStopped, match=r"stopped at step 4: region 1 was .*saved no checkpoint of this step"):
+    with pytest.raises(
+        RunStopped, match=r"stopped at step 4: region 1 was .*saved no checkpoint of this step"
+    ):
         both(ends=nothing)
 
 
@@ -127,3 +129,80 @@ def test_a_step_after_max_steps_is_refused() -> None:
 def test_a_length_that_is_none_is_refused(max_steps: Any) -> None:
     with pytest.raises(InputError, match=r"max_steps=.* must be a whole number of inner steps, 1 or more"):
         documented(loopback(), 9, nothing, nothing, max_steps=max_steps)
+
+
+def loop(optimizers: Callable[[Any], list[Any]], body: Callable[..., object], **more: Any) -> None:
+    """A loop of one region whose `body` gets the outer optimizer, the accelerator, and a function that makes gradients."""
+    accelerator, model = Accelerator(cpu=True, **more), llama(layers=1)
+    made = [accelerator.prepare(each) for each in optimizers(model)]
+
+    def gradients(step: int = 0) -> None:
+        tokens = batch(0, step)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+
+    with OuterOptimizer(accelerator, model, made, CONFIG, link=loopback()) as outer:
+        body(outer, accelerator, gradients, made, model)
+
+
+def adamw(model: Any) -> list[Any]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
+
+
+def halves(model: Any) -> list[Any]:
+    params = list(model.parameters())
+    return [torch.optim.SGD(params[:4], lr=1e-3), torch.optim.AdamW(params[4:], lr=1e-3)]
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize("optimizers", [adamw, halves])
+def test_a_forgotten_outer_step_is_an_error_that_names_the_line(steps: int, optimizers: Any) -> None:
+    """`finish` would put the untrained global weights back."""
+
+    def body(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for _ in range(steps):
+            gradients()
+            for each in made:
+                each.step()
+
+    with pytest.raises(
+        InputError, match=r"AdamW has made .* Add the line `outer.step\(\)` behind `optimizer"
+    ):
+        loop(optimizers, body)
+
+
+def test_an_outer_step_for_every_second_step_is_refused() -> None:
+    def body(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for step in range(4):
+            gradients()
+            made[0].step()
+            if step % 2:
+                outer.step()
+
+    with pytest.raises(InputError, match="AdamW has made 2 steps without a call of `outer"):
+        loop(adamw, body)
+
+
+def test_accumulated_gradients_and_optimizers_in_turns_are_no_forgotten_steps() -> None:
+    """Nor is a last step behind which the loop breaks, before `outer.step()`."""
+
+    def accumulates(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for step in range(8):
+            with accelerator.accumulate(model):
+                gradients(step)
+                made[0].step()
+                made[0].zero_grad()
+                outer.step()
+        assert outer.inner_step == 2
+
+    loop(adamw, accumulates, gradient_accumulation_steps=4)
+
+    def in_turns(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for step in range(4):
+            for each in (made[0], made[0], made[0], made[1]):
+                gradients(step)
+                each.step()
+            outer.step()
+        gradients()
+        made[1].step()
+
+    loop(halves, in_turns)
