@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, shown
 from ..newer import INNER
+from .copies import Copies
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class InnerOptimizer:
         """Begin from the present state of the optimizer, at the start of a run or at a checkpoint, before any inner step."""
         self._noted: float | None = None
         self._at_start: float | None = self._lr()
+        self.copies = Copies(self._parts, self._model)
         self._steps = [0] * len(self._steps)
 
     @property
@@ -147,18 +149,25 @@ class InnerOptimizer:
         several optimizers one may step more often than others: all of them must have stepped twice without a call.
         """
         parts = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
-        self._steps = [0] * len(parts)
+        self._steps, depths = [0] * len(parts), [0] * len(parts)
 
-        def note(number: int, *_: Any) -> None:
+        def begins(number: int, *_: Any) -> None:
+            depths[number] += 1  # PyTorch also calls hooks for a class's step inside that of its subclass
+
+        def ends(number: int, *_: Any) -> None:
+            depths[number] -= 1
+            if depths[number]:
+                return
             self._steps[number] += 1
             if self._steps[number] == 2 and min(self._steps) >= 2:
                 raise InputError(
                     f"{self._name} has made 2 steps without a call of `outer.step()`. {_MISSING}"
                 )
 
-        hooks = [
-            part.register_step_post_hook(functools.partial(note, number)) for number, part in enumerate(parts)
-        ]
+        hooks = []
+        for number, part in enumerate(parts):
+            hooks.append(part.register_step_pre_hook(functools.partial(begins, number)))
+            hooks.append(part.register_step_post_hook(functools.partial(ends, number)))
 
         def undo() -> None:
             for hook in hooks:

@@ -297,6 +297,7 @@ class OuterOptimizer:
         """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
         if not self.finished:
             self._inner.refuse_uncounted()
+            self._inner.copies.refuse()
         if not self.finished and not self.is_at_the_end:
             self.say(Ending.DONE)
             self.coast(self._finish)
@@ -312,8 +313,8 @@ class OuterOptimizer:
                 "model is not the run's. A script that reads outer.verdict may end in another way."
             )
         raise RunStopped(
-            f"all regions stopped at step {step}: {self.why}. Region {region} has saved no checkpoint of this step, so what it has "
-            "trained since its last one is lost. When outer.should_stop is True, look at outer.verdict: if it is stop, call "
+            f"all regions stopped at step {step}: {self.why}. Region {region} has saved no checkpoint of this step, so what it "
+            "has trained since its last one is lost. When outer.should_stop is True, look at outer.verdict: if it is stop, call "
             "accelerator.save_state(folder) inside the with block, and resume from there later."
         )
 
@@ -423,7 +424,11 @@ class OuterOptimizer:
         """Count an inner step, and hold its events."""
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
+        if trained:
+            self._inner.copies.look()
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
+        if words is not None:
+            self._inner.copies.landed()
         parts = self.synchronizer, self._inner, self._config, self.endings, self.journal
         recover(*parts, has_landed=words is not None, has_stages=self._has_stages)
         self.endings.after_step(self.inner_step, words)

@@ -148,6 +148,13 @@ def adamw(model: Any) -> list[Any]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
 
 
+class Derived(torch.optim.AdamW):
+    """Its step calls that of its class, for which PyTorch calls the hooks once more."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
 def halves(model: Any) -> list[Any]:
     params = list(model.parameters())
     return [torch.optim.SGD(params[:4], lr=1e-3), torch.optim.AdamW(params[4:], lr=1e-3)]
@@ -206,3 +213,12 @@ def test_accumulated_gradients_and_optimizers_in_turns_are_no_forgotten_steps() 
         made[1].step()
 
     loop(halves, in_turns)
+
+    def derived(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for step in range(4):
+            gradients(step)
+            made[0].step()
+            outer.step()
+
+    torch.optim.AdamW([torch.zeros(1)])  # the first of its class lets PyTorch wrap its step
+    loop(lambda model: [Derived(model.parameters())], derived)
