@@ -72,7 +72,7 @@ class _Probe:
             )
             undone = is_copied.any() & (back > _BACK)
             is_first = self._undone is None
-            self._undone = undone if is_first else self._undone | undone
+            self._undone = undone if self._undone is None else self._undone | undone
             if is_first or self._looks == _WINDOW:
                 self.refuse()
             if self._looks == _WINDOW:

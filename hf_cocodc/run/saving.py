@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..link.base import Link
-from ..link.within import main_says
+from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
 from ..snapshot import folders, local_weights
@@ -45,9 +45,7 @@ def write(
     `model` is unwrapped, with the local weights. If `whole`, our own file holds all of them; else it holds buffers, and the
     caller saves the parameters. Raises CheckpointError if the disk refuses.
     """
-    if accelerator.is_main_process:
-        disk.begin(checkpoint)
-    accelerator.wait_for_everyone()
+    main_says(link, accelerator, lambda: disk.begin(checkpoint), f"the folder {checkpoint}")
     if accelerator.is_main_process or link.lane:
         kept = local_weights.kept(model, saved.synchronized)
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
@@ -59,9 +57,10 @@ def write(
 
 def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
     """Declare a checkpoint complete, once every rank has written its part. A collective call of the region's ranks."""
-    accelerator.wait_for_everyone()
+    what = f"all parts of {checkpoint}"
+    wait_for_ranks(accelerator, what)
     main_says(link, accelerator, lambda: disk.seal(checkpoint), "the hashes of a checkpoint")
-    accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
+    wait_for_ranks(accelerator, what)  # the leader must not end before the others have heard of it
 
 
 def hook_into_saving(
