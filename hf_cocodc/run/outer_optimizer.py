@@ -20,7 +20,7 @@ from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.synchronizer import Synchronizer
 from ..engine.transfers import wait_for_transfers
-from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, shown
+from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, shown, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending, Words
 from ..methods import Method
@@ -36,7 +36,7 @@ from .fresh_start import recover, ruined_at_the_end
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal
 from .newcomer import advance, inner_of
-from .resuming import StartPoint, check, config_of, in_all, start_point
+from .resuming import Loaded, StartPoint, check, config_of, in_all, start_point
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
@@ -64,7 +64,7 @@ class OuterOptimizer:
         # without an exception, finish() has been called here: the model holds the global weights
 
     `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)` loads it, transfers in
-    flight included, before or after the outer optimizer is made; `outer.inner_step` says where the loop must continue. Regions
+    flight included (`loaded`: before it is made); `outer.inner_step` says where the loop must continue. Regions
     save and load at the same inner step, each in its own folder: a second region of the run that saves into a folder is
     refused.
 
@@ -80,13 +80,15 @@ class OuterOptimizer:
         journal: file for one JSON line per event; none by default.
         link: reaches the other regions, which compare over it what they are; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
+        loaded: the folder that `accelerator.load_state` has loaded before; the run goes on from there. False if model and
+            optimizer were trained before, and a new run begins with them: without this, they are refused.
         about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show,
             which is nothing of the data.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that stage,
             not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual optimizer,
             2506.21263). See below.
         has_agreed: whether the regions have agreed on what they begin from, `saved` or step 0, as Trainer's callback does. Else
-            they do so here; without `saved` it is what the accelerator has loaded.
+            they do so here; without `saved` it is what is `loaded`.
 
     The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order,
     or `outer.note_lr()` before a schedule that steps earlier.
@@ -103,7 +105,7 @@ class OuterOptimizer:
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
         HandshakeError: regions disagree.
-        CheckpointError: `saved`, or what the accelerator has loaded, is damaged, of another run, or of another step than the
+        CheckpointError: `saved`, or what is `loaded`, is damaged, of another run, or of another step than the
             other regions' checkpoints; or the model holds other weights.
         LinkError: the coordinator or a region cannot be reached in time.
     """
@@ -120,6 +122,7 @@ class OuterOptimizer:
         journal: str | Path | None = None,
         link: Link | None = None,
         saved: Saved | None = None,
+        loaded: Loaded = None,
         about: About | None = None,
         stage: tuple[int, int] | None = None,
         has_agreed: bool = False,
@@ -144,7 +147,7 @@ class OuterOptimizer:
         self._accelerator, self._inner, self._asked, self._max_steps = accelerator, inner, asked, max_steps
         self._allowed, self._has_stages = regions.allowed, stage is not None
         try:
-            start = start_point(link, accelerator, bare, inner, saved, journal, agreed=has_agreed)
+            start = start_point(link, accelerator, bare, inner, saved, loaded, journal, agreed=has_agreed)
             self._agree(start)
             self._begin(start, regions, journal)
             if not has_agreed:  # Trainer's callback forgets no call of `step`
@@ -459,6 +462,8 @@ class OuterOptimizer:
         if not self._undo:
             return
         self._undo_all()
+        if self.endings.verdict in ("stop", "leave"):
+            spare_traceback()
         session = session_of(self.link)
         if session is not None:
             how = (
@@ -555,6 +560,8 @@ class OuterOptimizer:
             if self.endings.is_hopeless:
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
+            if issubclass(kind, RunStopped):
+                spare_traceback()
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
 
 

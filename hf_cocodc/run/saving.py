@@ -15,7 +15,7 @@ from ..snapshot import checkpoint as disk
 from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Facts, Saved
 from .inner_optimizer import InnerOptimizer
-from .resuming import in_all, refuse_damaged, restore_buffers, take_loaded
+from .resuming import in_all, refuse_damaged, restore_buffers
 
 if TYPE_CHECKING:
     from .outer_optimizer import OuterOptimizer
@@ -108,7 +108,6 @@ def hook_into_saving(
     def load_all(*args: Any, **kwargs: Any) -> None:
         def load() -> None:
             load_state(*args, **kwargs)
-            take_loaded(accelerator)  # this outer optimizer sees to it
             restore_buffers(outer.model, folder[0], outer.link.lane)
 
         in_all(outer.link, load, "what regions load")
