@@ -31,7 +31,7 @@ _UNSAVED = "unsaved"
 """Word after the number while a run that began from step 0 has no complete checkpoint in the folder."""
 PREFIX = "checkpoint-"
 _REGION = re.compile(r"region-\d+")
-_SAVED_BY = "saved-by-"
+SAVED_BY = "saved-by-"
 _WRITE_S = 1.0
 """Seconds that another region may take to write into a file that it has just made."""
 
@@ -124,7 +124,7 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
     `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
+    path = folder / FOLDER / f"{SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -146,8 +146,8 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
 
 def forget_earlier(folder: Path, run: int) -> None:
     """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{_SAVED_BY}*"):
-        if path.name != f"{_SAVED_BY}{run:x}":
+    for path in (folder / FOLDER).glob(f"{SAVED_BY}*"):
+        if path.name != f"{SAVED_BY}{run:x}":
             path.unlink(missing_ok=True)
 
 
