@@ -98,20 +98,30 @@ def hook_into_saving(
             main_says(link, accelerator, mine, f"whose folder {home} is")  # before Accelerate writes anything
         else:
             home = None
-        result = None
+        result, project = None, accelerator.project_configuration
+        limit = project.total_limit
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             if given is not None:
                 place = main_says(
                     link, accelerator, partial(beside.place_to_save, given), f"the place of {given}", Path
                 )
                 args, kwargs = (str(place), *args[1:]), {k: v for k, v in kwargs.items() if k != "output_dir"}
-            result = save_state(*args, **kwargs)
+            if (
+                limit is not None
+            ):  # Accelerate deletes old ones before the new one is there, and ends if it cannot
+                project.total_limit = None
+            try:
+                result = save_state(*args, **kwargs)
+            finally:
+                project.total_limit = limit or project.total_limit
             if home is not None and accelerator.is_main_process:
                 folders.forget_earlier(home, run)
             outer.seal(folder[0])
             if given is not None:
                 main_says(link, accelerator, partial(beside.move_in, given), f"the new files of {given}")
                 result = str(given)
+            if limit and project.automatic_checkpoint_naming and accelerator.is_main_process:
+                folders.rotate_named(folder[0].parent, limit)
             outer.journal.write_later("save", step=outer.inner_step, **spent())
         return result
 

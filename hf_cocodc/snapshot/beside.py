@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import manifest
 from .durable import sync
-from .folders import SAVED_BY
+from .folders import SAVED_BY, tidy_up
 from .manifest import COMPLETE, FOLDER
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,8 @@ def move_in(checkpoint: Path) -> None:
     new = manifest.read(beside).files
     old = manifest.read(checkpoint).files if manifest.is_sealed(checkpoint) else {}
     (checkpoint / COMPLETE).unlink(missing_ok=True)
-    for name in old.keys() - new.keys():
-        if not name.startswith(f"{FOLDER}/{SAVED_BY}"):
-            (checkpoint / name).unlink(missing_ok=True)
+    kept = f"{FOLDER}/{SAVED_BY}"
+    tidy_up([checkpoint / name for name in old.keys() - new.keys() if not name.startswith(kept)])
     for name in new:
         if (beside / name).exists():  # else it has moved before
             (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
