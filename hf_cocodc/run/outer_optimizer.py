@@ -39,7 +39,7 @@ from .newcomer import advance, inner_of
 from .resuming import Loaded, StartPoint, check, config_of, in_all, start_point
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
-from .starting import engine_for, mark_of, note_start, run_of
+from .starting import engine_for, note_start, record_of, run_of
 from .supported import refuse_unsupported
 from .unread import attendance_of, report_unread
 
@@ -173,7 +173,7 @@ class OuterOptimizer:
         link, accelerator, saved = self.link, self._accelerator, start.saved
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
-        self.journal = Journal(path, mark_of(saved, path, run_of(link)), link.clock)
+        self.journal = Journal(path, record_of(saved, path, run_of(link)), link.clock)
         self.endings = Endings(link, regions.when_one_ends, self._max_steps)
         self.finished = False
         self._has_read_verdict = False
@@ -182,8 +182,7 @@ class OuterOptimizer:
             self.endings.continue_from(self.inner_step)
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
-        facts = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(link))
+        self._note_start(saved)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step, start.is_new)
@@ -520,6 +519,12 @@ class OuterOptimizer:
             self.synchronizer.take_over()
         self._inner.begin()
         self.endings.continue_from(self.inner_step)
+        self.journal.go_on(record_of(saved, self.journal.path, run_of(self.link)))
+        self._note_start(saved)
+
+    def _note_start(self, saved: Saved | None) -> None:
+        facts = self.settings, self.about.facts
+        note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(self.link))
 
     def _check(self, saved: Saved, settings: dict[str, Any], is_new: bool = False) -> None:
         """Raise CheckpointError if the regions cannot go on from there."""

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 def facts_of(outer: "OuterOptimizer") -> Facts:
     """What identifies the run of an outer optimizer, as it is now."""
-    mark = outer.journal.mark()
     return Facts.of(
         outer.link,
         step=outer.inner_step,
         settings=outer.settings,
         finished=outer.finished,
-        journal=mark.position,
-        journal_sha256=mark.sha256,
+        journal=outer.journal.name,
         stopping=outer.endings.verdict == "stop",
         model=dict(outer.about.model),
         facts=dict(outer.about.facts),
