@@ -4,11 +4,9 @@ import contextlib
 import logging
 import math
 import platform
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +18,7 @@ from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.synchronizer import Synchronizer
 from ..engine.transfers import wait_for_transfers
-from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, shown, spare_traceback
+from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending, Words
 from ..methods import Method
@@ -40,7 +38,7 @@ from .resuming import Loaded, StartPoint, check, config_of, in_all, start_point
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, note_start, record_of, run_of
-from .supported import refuse_unsupported
+from .supported import claim, length_of, refuse_second, refuse_unsupported
 from .unread import attendance_of, report_unread
 
 logger = logging.getLogger(__name__)
@@ -128,7 +126,7 @@ class OuterOptimizer:
         has_agreed: bool = False,
     ) -> None:
         asked, regions = as_config(config), regions or RegionConfig()
-        max_steps = whole(max_steps)
+        max_steps = length_of(max_steps)
         method = from_config(asked)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         refuse_unsupported(accelerator, asked, bare, has_stages=stage is not None)
@@ -568,34 +566,3 @@ class OuterOptimizer:
             if issubclass(kind, RunStopped):
                 spare_traceback()
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
-
-
-def whole(max_steps: Any) -> int | None:
-    """`max_steps` as a number, or None. Raises InputError if it is no whole number from 1."""
-    if max_steps is None:
-        return None
-    if isinstance(max_steps, bool) or not isinstance(max_steps, Integral) or max_steps < 1:
-        raise InputError(
-            f"max_steps={shown(max_steps)} must be a whole number of inner steps, 1 or more; leave it out if the length of the "
-            "run is not known."
-        )
-    return int(max_steps)
-
-
-_TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that an outer optimizer trains now."""
-
-
-def refuse_second(model: nn.Module) -> None:
-    """Raise InputError if an outer optimizer trains `model` already."""
-    if model in _TRAINED:
-        raise InputError(
-            f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
-            "parameters. End the first one (finish() or close()), or train a model of its own."
-        )
-
-
-def claim(model: nn.Module) -> Callable[[], None]:
-    """Note that an outer optimizer trains `model`, until the returned function is called."""
-    _TRAINED.add(model)
-    return lambda: _TRAINED.discard(model)
