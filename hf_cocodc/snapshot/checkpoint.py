@@ -117,7 +117,7 @@ class Facts:
         step: inner steps made.
         region: the one that wrote it.
         settings: of the method.
-        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
+        journal: name of the run's record in the journal; empty in checkpoints of older versions.
         taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
         model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
@@ -130,12 +130,11 @@ class Facts:
     num_lanes: int
     settings: dict[str, Any]
     finished: bool
-    journal: int
+    journal: str = ""
     taken_over: bool = False
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    journal_sha256: str = ""
     members: Sequence[int] = ()
 
     @property
@@ -155,6 +154,8 @@ class Facts:
     def from_json(cls, content: dict[str, Any]) -> "Facts":
         """Raises KeyError if a fact is missing that every version writes, ValueError if a value cannot be that fact."""
         named = {**content, "taken_over": content.get(TAKEN_OVER, False)}
+        if type(named.get("journal")) is int:  # an older version counted its bytes
+            del named["journal"]
         always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
         facts = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
         for name, value in facts.items():
@@ -180,11 +181,11 @@ def _is_bool(value: Any) -> bool:
 
 
 _IS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "region", "journal"), _is_count),
+    **dict.fromkeys(("step", "region"), _is_count),
     **dict.fromkeys(("num_regions", "num_lanes"), lambda value: _is_count(value) and value > 0),
     **dict.fromkeys(("settings", "model", "facts"), _is_dict),
     **dict.fromkeys(("finished", "taken_over", "stopping"), _is_bool),
-    "journal_sha256": lambda value: isinstance(value, str),
+    "journal": lambda value: isinstance(value, str),
     "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
 }
 """What holds for the value of each fact."""
