@@ -40,7 +40,6 @@ from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
 from .supported import refuse_unsupported
-from .unread import attendance_of, report_unread
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +174,6 @@ class OuterOptimizer:
                 self.synchronizer.take_over()
         facts = self.settings, self.about.facts
         note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(link))
-        self._tell_unread: Callable[[int], None] = lambda step: None
-        if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step, start.is_new)
-            self._tell_unread = report_unread(self.journal, attendance)
         self._undo += [claim(self.model), self._inner.note_clipping(accelerator)]
         self._undo += hook_into_saving(accelerator, self, self._inner)
         if link.agreement is not None:
@@ -438,7 +433,6 @@ class OuterOptimizer:
             CheckpointError: the disk refuses.
             LeftBehind: the others have gone on without this region; nothing is written, and the next `step` comes back.
         """
-        self._tell_unread(self.inner_step)
         facts = facts_of(self)
         saved = Saved(self.synchronizer.state_dict(), facts)
         write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)
