@@ -8,7 +8,6 @@
         cocodc/local-lane0.safetensors    this region's local weights (see `local_weights`)
         cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
-        global/                       the files of the global model once more (see `export`)
 
 `accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. We read no
 pickle.
@@ -35,8 +34,8 @@ from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from . import manifest
 from .durable import replace, saving
-from .folders import begin_run, is_unsaved, run_of
-from .manifest import COMPLETE, FOLDER, FORMAT, damage
+from .folders import begin_run, run_of
+from .manifest import COMPLETE, FOLDER, FORMAT
 
 logger = logging.getLogger(__name__)
 
@@ -236,31 +235,19 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
 
 def seal(checkpoint: Path) -> None:
     """Complete a checkpoint: flush its files, and list them with their hashes. Raises CheckpointError if the disk refuses."""
-    folder = checkpoint.parent
     with saving(checkpoint):
-        manifest.write(checkpoint, run_of(folder))
-    if is_unsaved(folder):
-        begin_run(folder, run_of(folder))
+        manifest.write(checkpoint, run_of(checkpoint.parent))
 
 
-def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
-    """The engine's state and the facts of its run. With `checked`, the caller has compared the hashes, and this is not
-    repeated.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
+def read(checkpoint: Path, lane: int = 0) -> Saved:
+    """The engine's state and the facts of its run, from a checkpoint of which `damage` has found none. Raises CheckpointError if
+    it holds no such state, or none of this lane.
     """
-    wrong = damage(checkpoint, hashes=not checked)
-    if wrong is not None:
+    if not (checkpoint / state_file(lane)).is_file():
         raise CheckpointError(
-            f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
+            f"{checkpoint} has no {state_file(lane)}: a region with fewer ranks wrote it. Launch the region with as many ranks "
+            "as then."
         )
-    listed = manifest.read(checkpoint).files
-    for name in (state_file(lane), tensors_file(lane)):
-        if name not in listed:
-            raise CheckpointError(
-                f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
-            )
     with refusing(checkpoint / FOLDER):
         content = _content_of(checkpoint, lane)
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned

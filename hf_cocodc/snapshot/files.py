@@ -25,7 +25,6 @@ from ..net.validation import whole
 from . import checkpoint as disk
 from . import folders, local_weights, manifest
 from .checkpoint import put_together, take_apart
-from .export import put_beside
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +35,13 @@ _STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
 _ITEMS = "$items"
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
-    rf"trainer_state\.json|{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
-    rf"|{TREES}/({_STATE})\.(json|safetensors)|{disk.FOLDER}/local-lane\d+\.safetensors"
-    rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
+    rf"{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/(global|local)-lane\d+\.safetensors"
+    rf"|{TREES}/({_STATE})\.(json|safetensors)"
+    rf"|(?!{disk.FOLDER}/|{TREES}/)({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )
-"""Names of the files that may reach another region."""
+"""Names of the files that may reach another region: ours, states that were taken apart, the global model's and Trainer's
+state.
+"""
 _LARGEST_FILE = 1 << 50
 _LONGEST_NAME = 500
 
@@ -64,13 +65,10 @@ def check_files(sizes: Any, source: int) -> dict[str, int]:
     return checked
 
 
-def files_in(*folders: Path) -> dict[str, Path]:
-    """The files below these folders that may travel, by their names in a checkpoint."""
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder that may travel, by their names in a checkpoint."""
     paths = {
-        path.relative_to(folder).as_posix(): path
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     return {name: path for name, path in paths.items() if _KNOWN.fullmatch(name)}
 
@@ -91,7 +89,9 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
             (aside / disk.FOLDER).mkdir()
             for path in checkpoint.glob(local_weights.weights_file("*")):
                 _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
-        yield files_in(checkpoint, aside)
+        listed = manifest.read(checkpoint).files  # what a user has added stays
+        own = {name: path for name, path in files_in(checkpoint).items() if name in listed}
+        yield own | files_in(aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -99,7 +99,6 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
 def make_own(checkpoint: Path) -> None:
     """Turn received files into a checkpoint, to start from its global weights. Raises CheckpointError if they are none."""
     trees = checkpoint / TREES
-    put_beside(checkpoint)
     for path in trees.glob("*.json"):
         with disk.refusing(path):
             _put_together(path.with_suffix(""), checkpoint / path.stem)
@@ -132,9 +131,6 @@ def _take_apart(state: Path, to: Path) -> None:
     pickled = state
     if state.is_dir():
         pickled = to.with_name(f"{to.name}.pickle")
-        wrong = manifest.wrong_in(state.parent, state.name)  # it holds a pickle
-        if wrong is not None:
-            raise CheckpointError(f"{state} is not opened: {wrong}.")
         dcp_to_torch_save(state, pickled)
     content = torch.load(pickled, map_location="cpu", weights_only=True)
     if state.is_dir():
@@ -177,7 +173,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
     """Send a checkpoint from the first region that has it to those that do not; a collective call of the leaders.
 
     Raises:
-        CheckpointError: the global model has changed, a file cannot be sent or has an unknown name, or the disk refuses.
+        CheckpointError: a file cannot be sent or has an unknown name, or the disk refuses.
     """
     source = min(holders)
     lacking = link.region not in holders
@@ -188,11 +184,6 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
         )
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     if link.region == source:
-        wrong = manifest.damage_of_export(checkpoint)
-        if wrong is not None:
-            raise CheckpointError(
-                f"no region can take over {checkpoint}: {wrong}. Restore it, or move the checkpoint away to use an older one."
-            )
         with files_to_send(checkpoint) as files:
             _travel(link, source, files, None)
         return

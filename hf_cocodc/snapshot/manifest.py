@@ -1,9 +1,8 @@
 """The last file of a checkpoint: the list of all others, with their sizes and hashes. It shows what is missing or has changed.
 
-Every file is hashed when the checkpoint is saved, and hashed again before a resume loads anything of it: local weights, inner
-optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB and thread
-(`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before another region
-takes it over. Users may edit cards, and add files that no resume reads.
+Every file is hashed when the checkpoint is saved, and hashed again before a resume loads anything of it. Each time costs about a
+second per GB and thread (`durable.sha256_of_all`), during which the region does not train. Users may edit cards, and add files
+that no resume reads.
 
 A checkpoint without this list was interrupted while it was saved, and is never read.
 """
@@ -21,8 +20,6 @@ FORMAT = 2
 """Raise it when earlier versions would misread the files."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
-EXPORT = "global"
-"""Folder in a checkpoint that has the files of the global model once more."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
@@ -50,10 +47,6 @@ class Manifest(NamedTuple):
     format: int
     run: int
     files: Mapping[str, File]
-
-    def is_exported(self, name: str) -> bool:
-        """Whether a file is one of the global model's."""
-        return name.startswith(f"{EXPORT}/") or f"{EXPORT}/{name}" in self.files
 
 
 def write(checkpoint: Path, run: int) -> None:
@@ -97,35 +90,11 @@ def is_sealed(checkpoint: Path) -> bool:
 
 
 def damage(checkpoint: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a file that a resume reads, what was expected and what is there; None if all are well.
+    """What is wrong with a checkpoint, what was expected and what is there; None if all is well.
 
-    What a training script has saved beside Trainer's files counts, too: the script may read it. Without `hashes`, only names
-    and sizes are compared.
+    What a training script has saved beside Trainer's files counts, too: the script may read it. Cards, which only people read,
+    do not. Without `hashes`, only names and sizes are compared.
     """
-    return _compare(checkpoint, False, hashes)
-
-
-def damage_of_export(checkpoint: Path) -> str | None:
-    """What is wrong with the global model in a checkpoint, in the words of `damage`; None if nothing is."""
-    return _compare(checkpoint, True, hashes=True)
-
-
-def wrong_in(checkpoint: Path, folder: str) -> str | None:
-    """Why files in a folder of a checkpoint may not be those that were saved there, by their hashes; None if they are."""
-    if not is_sealed(checkpoint):
-        return f"{COMPLETE} is missing"
-    listed = read(checkpoint).files
-    names = [
-        path.relative_to(checkpoint).as_posix() for path in (checkpoint / folder).rglob("*") if path.is_file()
-    ]
-    for name in names:
-        if name not in listed:
-            return f"{name} is not on the list of what was saved, with its hash"
-    return _edited(checkpoint, {name: listed[name] for name in names}, hashes=True)
-
-
-def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
-    """What is wrong with the global model's files, or with all others; cards, which only people read, never count."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     if not is_sealed(checkpoint):
@@ -135,11 +104,7 @@ def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
         if manifest.format != FORMAT:
             other = "a newer" if manifest.format > FORMAT else "the older"
             return f"its format is {manifest.format}, this hf_cocodc reads {FORMAT}; install {other} one"
-        files = {
-            name: file
-            for name, file in manifest.files.items()
-            if manifest.is_exported(name) == exported and not name.endswith(".md")
-        }
+        files = {name: file for name, file in manifest.files.items() if not name.endswith(".md")}
         return (
             _changed(checkpoint, files)
             or _added(checkpoint, manifest.files)
@@ -168,7 +133,7 @@ def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
         folder, _, inside = name.partition("/")
-        known = folder != EXPORT and (folder in folders or _FOLDERS.fullmatch(folder))
+        known = folder in folders or _FOLDERS.fullmatch(folder)
         loaded = known and path.suffix in _WEIGHTS if inside else _LOADED.fullmatch(name)
         if loaded and name not in files and path.is_file():
             return f"{name} was not there when the checkpoint was saved"

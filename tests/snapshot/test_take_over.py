@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import files, folders, local_weights
+from hf_cocodc.snapshot import files, folders, local_weights, manifest
 from hf_cocodc.snapshot import files as take_over
-from hf_cocodc.snapshot.export import put_into_folder
 from tests.snapshot.test_checkpoints import FACTS
 
 RUN = 7
@@ -43,7 +41,6 @@ def checkpoint(tmp_path: Path) -> Path:
     save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
     (folder / "config.json").write_text("{}")
     torch.save({"a": 1}, folder / "training_args.bin")
-    put_into_folder(folder)
     torch.save(ADAM, folder / "optimizer.pt")
     torch.save({"last_epoch": 3, "_last_lr": [1e-3], "lr_lambdas": [None]}, folder / "scheduler.pt")
     torch.save({"python": [1, 2]}, folder / "rng_state.pth")
@@ -75,7 +72,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With subfolders of global/; without local weights and random numbers; and no pickle was on the way."""
+    """With the global model's subfolders; without local weights and random numbers; and no pickle was on the way."""
     traveled: set[str] = set()
     travel = take_over._travel
 
@@ -85,7 +82,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(take_over, "_travel", look)
     own = taken_over(checkpoint)
-    assert state.damage(own) is None
+    assert manifest.damage(own) is None
     assert folders.unusable(own) is None
     assert state.facts_of(own).taken_over
     assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
@@ -142,31 +139,6 @@ def test_a_state_that_cannot_travel_is_refused(other: Any, tmp_path: Path) -> No
         files.write_tree({"state": [WEIGHTS["weight"], other]}, tmp_path / "optimizer.pt")
 
 
-class Evil:
-    """What a pickle can do."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_a_pickle_that_was_not_saved_is_not_opened(checkpoint: Path, tmp_path: Path, is_listed: bool) -> None:
-    """FSDP2's folders have one. Only the list of what was saved, with hashes, shows that it is ours."""
-    if is_listed:
-        torch.save({"optimizer": {}}, tmp_path / "whole.pt")
-        torch_save_to_dcp(tmp_path / "whole.pt", checkpoint / "optimizer_0")
-        state.seal(checkpoint)
-    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
-    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
-    with pytest.raises(CheckpointError, match="optimizer_0 is not opened: optimizer_0/.metadata"):
-        taken_over(checkpoint)
-    assert not (tmp_path / "done").exists()
-
-
 @pytest.mark.parametrize("told", [b"[]", b"{", b'{"trees/x": -1}', b'{"config.json": true}', b"[" * 99_999])
 def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
     """Whatever comes in its place; and a file that is shorter than was told."""
@@ -188,19 +160,25 @@ def test_a_file_of_another_length_than_was_told_is_refused(tmp_path: Path) -> No
     assert not into.exists()
 
 
+def test_what_a_user_has_added_stays(checkpoint: Path) -> None:
+    (checkpoint / "merged").mkdir()
+    save_file(WEIGHTS, checkpoint / "merged" / "model.safetensors")
+    assert not (taken_over(checkpoint) / "merged").exists()
+
+
 def test_what_is_not_trained_travels(checkpoint: Path) -> None:
     """Of the local weights: buffers and frozen weights. No digest goes with them, for local weights are then the global ones."""
     own = taken_over(checkpoint)
     assert set(load_file(own / local_weights.weights_file())) == {"buffer"}
     assert state.read(checkpoint).weights
     assert not state.read(own).weights
-    assert (own / "model.safetensors").samefile(own / "global" / "model.safetensors")
 
 
 NAMES = [
     "/tmp/evil.json",
     "../evil.json",
-    "global/../../evil.json",
+    "extra/../../evil.json",
+    "cocodc/other.json",
     "optimizer.pt",
     "cocodc/COMPLETE",
     "trees/x.json",
