@@ -71,9 +71,11 @@ def point(folder: Path) -> None:
                 and os.readlink(link) == f"{folder.name}/{link.name}"
             ):
                 link.unlink(missing_ok=True)
-        for name in good:
-            with contextlib.suppress(FileExistsError):  # another region's, which is as good
-                (folder.parent / name).symlink_to(f"{folder.name}/{name}", target_is_directory=True)
+        for link in (folder.parent / name for name in good):
+            if not link.exists():
+                link.unlink(missing_ok=True)
+                with contextlib.suppress(FileExistsError):  # another region's, which is as good
+                    link.symlink_to(f"{folder.name}/{link.name}", target_is_directory=True)
     except OSError as error:
         logger.warning(
             "no link to the checkpoints in %s can be made in %s (%s): get_last_checkpoint does not find them there. Resume with "
