@@ -9,27 +9,28 @@
         cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
 
-`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. We read no
-pickle.
+`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. None of our
+files is a pickle.
 """
 
 import contextlib
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..link.base import Link
-from ..net.validation import MOST
+from ..net.validation import Count, Positive
 from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from . import manifest
@@ -41,23 +42,13 @@ logger = logging.getLogger(__name__)
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"
+"""In format 2, a number that is not finite."""
 _DEEPEST = 64
 """Most levels of a state."""
 
-TAKEN_OVER = "joining"
-"""Name of `Facts.taken_over` in the file."""
 _OF_DAMAGE = (
-    *(
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RecursionError,
-        SafetensorError,
-        TypeError,
-    ),
-    ValueError,
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError),
+    *(RuntimeError, SafetensorError, TypeError, ValueError, pickle.UnpicklingError),
 )
 
 
@@ -99,8 +90,6 @@ def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[in
         return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_take_apart(each, _join(name, i), tensors, seen) for i, each in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}
     return value
 
 
@@ -123,19 +112,19 @@ class Facts:
         members: the regions that took part then; empty in checkpoints of older versions, where all did.
     """
 
-    step: int
-    region: int
-    num_regions: int
-    num_lanes: int
+    step: Count
+    region: Count
+    num_regions: Positive
+    num_lanes: Positive
     settings: dict[str, Any]
     finished: bool
-    journal: int
+    journal: Count
     taken_over: bool = False
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     journal_sha256: str = ""
-    members: Sequence[int] = ()
+    members: tuple[Count, ...] = ()
 
     @property
     def writers(self) -> Sequence[int]:
@@ -145,48 +134,13 @@ class Facts:
     @classmethod
     def of(cls, link: Link, **more: Any) -> "Facts":
         """The facts that a link knows, and more."""
-        members = list(link.members)
         return cls(
-            region=link.region, num_regions=len(members), members=members, num_lanes=link.num_lanes, **more
+            region=link.region,
+            num_regions=len(link.members),
+            members=tuple(link.members),
+            num_lanes=link.num_lanes,
+            **more,
         )
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Facts":
-        """Raises KeyError if a fact is missing that every version writes, ValueError if a value cannot be that fact."""
-        named = {**content, "taken_over": content.get(TAKEN_OVER, False)}
-        always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        facts = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
-        for name, value in facts.items():
-            if not _IS[name](value):
-                raise ValueError(f"{name}={str(value)[:80]} is no such fact of a run")
-        return cls(**facts)
-
-    def to_json(self) -> dict[str, Any]:
-        named = asdict(self)
-        return {**{name: named[name] for name in named if name != "taken_over"}, TAKEN_OVER: self.taken_over}
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_IS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "region", "journal"), _is_count),
-    **dict.fromkeys(("num_regions", "num_lanes"), lambda value: _is_count(value) and value > 0),
-    **dict.fromkeys(("settings", "model", "facts"), _is_dict),
-    **dict.fromkeys(("finished", "taken_over", "stopping"), _is_bool),
-    "journal_sha256": lambda value: isinstance(value, str),
-    "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
-}
-"""What holds for the value of each fact."""
 
 
 class Saved(NamedTuple):
@@ -228,8 +182,8 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
         replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
-        content = {"format": FORMAT, **saved.facts.to_json(), "weights": dict(saved.weights), "state": tree}
-        text = json.dumps(content, indent=1, allow_nan=False)
+        content = {"format": FORMAT, **asdict(saved.facts), "weights": dict(saved.weights), "state": tree}
+        text = json.dumps(content, indent=1)
         replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
 
@@ -254,14 +208,15 @@ def read(checkpoint: Path, lane: int = 0) -> Saved:
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
         state = put_together(content["state"], tensors)
         names_in(state["layout"])
-        return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))
+        weights = msgspec.convert(content.get("weights", {}), dict[str, str])
+        return Saved(state, msgspec.convert(content, Facts), weights)
 
 
 def mark_taken_over(checkpoint: Path) -> None:
     """Note in a copied checkpoint that it is another region's."""
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**content, "weights": {}, TAKEN_OVER: True}), encoding="utf-8")
+        path.write_text(json.dumps({**content, "weights": {}, "taken_over": True}), encoding="utf-8")
 
 
 def trained(checkpoint: Path) -> frozenset[str]:
@@ -273,11 +228,12 @@ def trained(checkpoint: Path) -> frozenset[str]:
 def facts_of(checkpoint: Path) -> Facts:
     """The facts of a complete checkpoint, without reading its tensors. Raises CheckpointError if it is damaged."""
     with refusing(checkpoint / state_file()):
-        return Facts.from_json(_content_of(checkpoint))
+        return msgspec.convert(_content_of(checkpoint), Facts)
 
 
 def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
-    return json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    return {"taken_over": content.get("joining", False), **content}  # its name in format 2
 
 
 @contextlib.contextmanager

@@ -12,12 +12,17 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
+
+from ..net.validation import Count
 from .durable import replace, sha256_of_all, sync
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when earlier versions would misread the files."""
+_OLDEST = 2
+"""The oldest format that this version reads."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 _PASSING = "checkpoint-is-incomplete.txt"
@@ -34,19 +39,19 @@ _FOLDERS = re.compile(rf"{FOLDER}|default|pytorch_model_fsdp(_\d+)?|optimizer_\d
 """Folders that we, PEFT, Trainer or Accelerate load from. Further adapters have folders of their names."""
 
 
-class File(NamedTuple):
+class File(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
     """A file on the list: its bytes, and the SHA-256 of its content."""
 
-    size: int
+    size: Count
     sha256: str
 
 
-class Manifest(NamedTuple):
+class Manifest(msgspec.Struct, frozen=True):
     """The list of a checkpoint's files, by name; `format` is their version, `run` the run that wrote them (0: none)."""
 
     format: int
-    run: int
-    files: Mapping[str, File]
+    files: dict[str, File]
+    run: Count = 0
 
 
 def write(checkpoint: Path, run: int) -> None:
@@ -71,17 +76,13 @@ def read(checkpoint: Path) -> Manifest:
     """The list of a checkpoint's files; empty if it is of another format. Raises ValueError if it is missing or damaged."""
     try:
         content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        if int(content["format"]) != FORMAT:  # its other entries may mean something else
-            return Manifest(int(content["format"]), int(content.get("run", 0)), {})
-        if content.pop("sha256") != _sha256(content):
+        if not _OLDEST <= content["format"] <= FORMAT:  # its other entries may mean something else
+            content = {**content, "files": {}}
+        elif content.pop("sha256") != _sha256(content):
             raise ValueError("its content differs from its own SHA-256")
-        files = {
-            name: File(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
-        }
-        manifest = Manifest(FORMAT, int(content.get("run", 0)), files)
-    except (OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return msgspec.convert(content, Manifest)
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return manifest
 
 
 def is_sealed(checkpoint: Path) -> bool:
@@ -101,9 +102,9 @@ def damage(checkpoint: Path, hashes: bool = True) -> str | None:
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
         manifest = read(checkpoint)
-        if manifest.format != FORMAT:
+        if not _OLDEST <= manifest.format <= FORMAT:
             other = "a newer" if manifest.format > FORMAT else "the older"
-            return f"its format is {manifest.format}, this hf_cocodc reads {FORMAT}; install {other} one"
+            return f"its format is {manifest.format}, this hf_cocodc reads {_OLDEST} to {FORMAT}; install {other} one"
         files = {name: file for name, file in manifest.files.items() if not name.endswith(".md")}
         return (
             _changed(checkpoint, files)

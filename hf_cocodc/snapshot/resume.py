@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from accelerate import Accelerator
 
 from ..errors import CheckpointError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather, spread_all
 from ..link.within import main_says
-from ..net.validation import whole
+from ..net.validation import Count, Positive
 from . import checkpoint as disk
 from . import folders, manifest
 from .files import take_over
@@ -43,8 +44,8 @@ class CanResume(NamedTuple):
 class HeldCheckpoint:
     """A checkpoint that a region can resume from, as far as names and sizes show. `writers` are the regions that took part."""
 
-    step: int
-    writers: tuple[int, ...]
+    step: Positive
+    writers: tuple[Count, ...]
 
 
 class ResumeRequest(NamedTuple):
@@ -79,17 +80,9 @@ class Holdings:
     and have changed since.
     """
 
-    run: int = 0
-    num_damaged: int = 0
+    run: Count = 0
+    num_damaged: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
-
-
-def holdings_in(plain: Any) -> Holdings:
-    """What another region has, from JSON. Raises ValueError, KeyError or TypeError if it is malformed."""
-    held = tuple(
-        HeldCheckpoint(whole(each["step"], 1), tuple(map(whole, each["writers"]))) for each in plain["held"]
-    )
-    return Holdings(whole(plain["run"]), whole(plain["num_damaged"]), held)
 
 
 class Choice(NamedTuple):
@@ -319,8 +312,8 @@ class Inventory:
         holdings = {}
         for region, text in texts.items():
             try:
-                holdings[region] = holdings_in(json.loads(text))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                holdings[region] = msgspec.json.decode(text, type=Holdings)
+            except (ValueError, RecursionError) as error:
                 raise LinkError(
                     f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
                 ) from error

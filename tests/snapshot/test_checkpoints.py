@@ -272,12 +272,13 @@ def test_a_folder_that_is_not_there_is_no_half_written_checkpoint(tmp_path: Path
         resume(tmp_path / "checkpoint-4")
 
 
-@pytest.mark.parametrize(("more", "other"), [(1, "a newer"), (-1, "the older")])
-def test_another_format_is_refused(checkpoint: Path, more: int, other: str) -> None:
-    mark, number = checkpoint / state.COMPLETE, state.FORMAT + more
+@pytest.mark.parametrize(("number", "other"), [(state.FORMAT + 1, "a newer"), (1, "the older")])
+def test_another_format_is_refused(checkpoint: Path, number: int, other: str) -> None:
+    mark = checkpoint / state.COMPLETE
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": number}))
     with pytest.raises(
-        CheckpointError, match=f"its format is {number}, this hf_cocodc reads {state.FORMAT}; install {other}"
+        CheckpointError,
+        match=f"its format is {number}, this hf_cocodc reads 2 to {state.FORMAT}; install {other}",
     ):
         resume(checkpoint)
 

@@ -478,7 +478,7 @@ def test_a_member_that_gives_no_base_is_named(tmp_path: Path) -> None:
         lost.base_of(ZERO, tmp_path)
 
 
-NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "trees/x.json"]
+NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pkl", "cocodc/COMPLETE", "rng_state.pth"]
 
 
 @pytest.mark.parametrize("name", NAMES)

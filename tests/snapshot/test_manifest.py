@@ -118,7 +118,7 @@ def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> Non
         next(iter(content["files"].values())).pop("sha256" if "hash" in lacking else "bytes")
         content["sha256"] = manifest._sha256(content)
     (checkpoint / manifest.COMPLETE).write_text(json.dumps(content))
-    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (KeyError")
+    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])

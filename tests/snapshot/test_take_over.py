@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,12 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the global model's subfolders; without local weights and random numbers; and no pickle was on the way."""
+    """With the global model's subfolders; without local weights and random numbers."""
     traveled: set[str] = set()
     travel = take_over._travel
 
     def look(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
-        traveled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
+        traveled.update(files)
         travel(link, source, files, into)
 
     monkeypatch.setattr(take_over, "_travel", look)
@@ -90,10 +91,8 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
     assert torch.equal(load_file(own / "extra" / "adapter_model.safetensors")["weight"], WEIGHTS["weight"])
     assert not (own / "rng_state.pth").exists()
-    assert not (own / "trees").exists()
-    assert traveled
-    zip_or_pickle = ("504b", "8002", "8003", "8004", "8005")
-    assert not [name for name in traveled if name.startswith(zip_or_pickle)]
+    assert {"optimizer.pt", "cocodc/state.json"} < traveled
+    assert not {"rng_state.pth", "training_args.bin"} & traveled
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
 
 
@@ -123,23 +122,48 @@ def test_a_state_of_strided_tensors_arrives(tmp_path: Path) -> None:
     optimizer.step()
     state = optimizer.state_dict()
     assert not state["state"][0]["exp_avg"].is_contiguous()
-    files.write_tree(state, tmp_path / "optimizer.pt")
-    files._put_together(tmp_path / "optimizer.pt", tmp_path / "own.pt")
-    assert same(torch.load(tmp_path / "own.pt", weights_only=True), state)
+    files.write_state(state, tmp_path / "optimizer.pt")
+    assert same(torch.load(tmp_path / "optimizer.pt", weights_only=True), state)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [torch.eye(3).to_sparse(), WEIGHTS["weight"].detach(), object()],
-    ids=["sparse", "shared", "neither tensor nor number"],
-)
-def test_a_state_that_cannot_travel_is_refused(other: Any, tmp_path: Path) -> None:
+class Evil:
+    """What a pickle can do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["another pickle", "no pickle", "not even that"])
+def test_a_state_that_cannot_travel_is_refused(kind: str, tmp_path: Path) -> None:
     """With an error that a donor expects: its own training goes on."""
+    other = {
+        "another pickle": Evil(tmp_path / "done"),
+        "no pickle": lambda: 0,
+        "not even that": threading.Lock(),
+    }
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be sent to another region: "):
-        files.write_tree({"state": [WEIGHTS["weight"], other]}, tmp_path / "optimizer.pt")
+        files.write_state({"state": [WEIGHTS["weight"], other[kind]]}, tmp_path / "optimizer.pt")
+    assert not (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("told", [b"[]", b"{", b'{"trees/x": -1}', b'{"config.json": true}', b"[" * 99_999])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "cocodc/optimizer_0.pt"])
+@pytest.mark.parametrize("content", ["another pickle", "cut", "empty"])
+def test_a_state_from_another_region_runs_no_code(name: str, content: str, tmp_path: Path) -> None:
+    """It is refused, and nothing of it remains for Trainer to load."""
+    (tmp_path / "checkpoint-3" / "cocodc").mkdir(parents=True)
+    path = tmp_path / "checkpoint-3" / name
+    torch.save({"state": Evil(tmp_path / "done")} if content == "another pickle" else ADAM, path)
+    path.write_bytes(path.read_bytes()[: {"another pickle": None, "cut": -300, "empty": 0}[content]])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.make_own(tmp_path / "checkpoint-3")
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("told", [b"[]", b"{", b'{"x.json": -1}', b'{"config.json": true}', b"[" * 99_999])
 def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
     """Whatever comes in its place; and a file that is shorter than was told."""
     with pytest.raises(LinkError, match="does not say which files it sends"):
@@ -179,9 +203,12 @@ NAMES = [
     "../evil.json",
     "extra/../../evil.json",
     "cocodc/other.json",
-    "optimizer.pt",
+    "training_args.bin",
+    "rng_state.pth",
+    "optimizer.pkl",
+    "optimizer_0/.metadata",
     "cocodc/COMPLETE",
-    "trees/x.json",
+    "cocodc/run",
 ]
 
 
