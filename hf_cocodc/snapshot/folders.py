@@ -62,7 +62,7 @@ def _check(text: str) -> str:
 
 def point(folder: Path) -> None:
     """Link the complete checkpoints of the run that writes to a region's folder beside it, and remove other links to there."""
-    good = {path.name for path in checkpoints(folder).values() if unusable(path, hashes=False) is None}
+    good = {path.name for path in checkpoints(folder).values() if unusable(path) is None}
     try:
         for link in folder.parent.glob(f"{PREFIX}*"):
             if (
@@ -124,11 +124,13 @@ def _region_in(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
-    """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint; None if it can."""
+def unusable(checkpoint: Path, run: int | None = None) -> str | None:
+    """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint, by its list alone; None if it
+    can.
+    """
     if is_of_another_run(checkpoint, run):
         return "it is of an earlier run in this folder; give its path to continue that run"
-    return manifest.damage(checkpoint, hashes)
+    return manifest.unreadable(checkpoint)
 
 
 def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:

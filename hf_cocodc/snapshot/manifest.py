@@ -90,29 +90,35 @@ def is_sealed(checkpoint: Path) -> bool:
     return (checkpoint / COMPLETE).is_file()
 
 
-def damage(checkpoint: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, what was expected and what is there; None if all is well.
-
-    What a training script has saved beside Trainer's files counts, too: the script may read it. Cards, which only people read,
-    do not. Without `hashes`, only names and sizes are compared.
-    """
+def unreadable(checkpoint: Path) -> str | None:
+    """Why a checkpoint is none that this version reads, by its list alone; None if it is one."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
-        manifest = read(checkpoint)
-        if not _OLDEST <= manifest.format <= FORMAT:
-            other = "a newer" if manifest.format > FORMAT else "the older"
-            return f"its format is {manifest.format}, this hf_cocodc reads {_OLDEST} to {FORMAT}; install {other} one"
-        files = {name: file for name, file in manifest.files.items() if not name.endswith(".md")}
-        return (
-            _changed(checkpoint, files)
-            or _added(checkpoint, manifest.files)
-            or _edited(checkpoint, files, hashes)
-        )
+        number = read(checkpoint).format
     except ValueError as error:
         return f"{COMPLETE} is damaged ({error})"
+    if _OLDEST <= number <= FORMAT:
+        return None
+    other = "a newer" if number > FORMAT else "the older"
+    return f"its format is {number}, this hf_cocodc reads {_OLDEST} to {FORMAT}; install {other} one"
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, what was expected and what is there; None if all is well. Reads every file.
+
+    What a training script has saved beside Trainer's files counts, too: the script may read it. Cards, which only people read,
+    do not.
+    """
+    wrong = unreadable(checkpoint)
+    if wrong is not None:
+        return wrong
+    listed = read(checkpoint).files
+    files = {name: file for name, file in listed.items() if not name.endswith(".md")}
+    try:
+        return _changed(checkpoint, files) or _added(checkpoint, listed) or _edited(checkpoint, files)
     except OSError as error:
         return f"it cannot be read: {error}"
 
@@ -141,10 +147,8 @@ def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     return None
 
 
-def _edited(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
+def _edited(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     """A file whose hash is another."""
-    if not hashes:
-        return None
     current = sha256_of_all([checkpoint / name for name in files])
     for (name, file), sha256 in zip(files.items(), current, strict=True):
         if sha256 != file.sha256:

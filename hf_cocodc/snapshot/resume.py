@@ -1,8 +1,8 @@
 """Regions choose the checkpoint that all of them resume from.
 
-Each region says what it was asked for and which checkpoints it holds, by names and sizes. `choose`, the same pure rule in all
-regions, picks one. Only that one is hashed in full, which costs a second per GB: where it is damaged, the region takes it off
-its list, and the rule is asked again.
+Each region says what it was asked for and which checkpoints it holds. `choose`, the same pure rule in all regions, picks one. The
+files of that one are compared with its list, which costs a second per GB. Where it is damaged, the region takes it off its own
+list, and the rule is asked again.
 """
 
 import json
@@ -42,7 +42,7 @@ class CanResume(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint that a region can resume from, as far as names and sizes show. `writers` are the regions that took part."""
+    """A checkpoint that a region can resume from, unless its files are damaged. `writers` are the regions that took part."""
 
     step: Positive
     writers: tuple[Count, ...]
@@ -210,7 +210,7 @@ def _asked_of_all(
     def of_this() -> ResumeRequest:
         if not wanted:
             checkpoints = folders.checkpoints(folder).values()
-            has_some = any(folders.unusable(path, hashes=False) is None for path in checkpoints)
+            has_some = any(folders.unusable(path) is None for path in checkpoints)
             return ResumeRequest(False, has_some=has_some)
         if wanted is True:
             return ResumeRequest(True)
@@ -369,7 +369,7 @@ class Inventory:
         for step, path in reversed(folders.checkpoints(self.folder).items()):
             if bound is not None and step > bound:
                 continue
-            wrong = self._damaged.get(step) or folders.unusable(path, run, hashes=False)
+            wrong = self._damaged.get(step) or folders.unusable(path, run)
             if wrong is None:
                 try:
                     facts = disk.facts_of(path)
@@ -388,10 +388,8 @@ class Inventory:
         """
         if (self.folder / folders.RUN).exists():
             return folders.run_of(self.folder)
-        undamaged = [
-            p for p in folders.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
-        ]
-        return manifest.read(undamaged[-1]).run if undamaged else 0
+        readable = [p for p in folders.checkpoints(self.folder).values() if manifest.unreadable(p) is None]
+        return manifest.read(readable[-1]).run if readable else 0
 
     def refuse_damaged(self, bound: int | None) -> None:
         """Raise CheckpointError if a run cannot just begin from step 0."""
@@ -416,7 +414,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     """
     run = start.run or run
     for later, path in folders.checkpoints(folder).items():
-        if later > step and folders.unusable(path, run, hashes=False) is None:
+        if later > step and folders.unusable(path, run) is None:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),
