@@ -123,7 +123,12 @@ def fake_tensors() -> Iterator[Fake]:
     """Inside the block all new tensors are fake, on the host and on `FAR`."""
     fake = Fake()
     # its own `tolist` reads the values one by one
-    with patch.object(FakeTensor, "tolist", lambda self: Tensor.tolist(self)), FakeTensorMode(), _Calls(fake), _Reads(fake):
+    with (
+        patch.object(FakeTensor, "tolist", lambda self: Tensor.tolist(self)),
+        FakeTensorMode(),
+        _Calls(fake),
+        _Reads(fake),
+    ):
         yield fake
 
 

@@ -85,7 +85,6 @@ class Journal:
         clock: returns seconds.
 
     Attributes:
-        listener: called as listener(kind, facts) before an event is written, also without a path.
         earlier: returns events that other threads have noticed, and forgets them; they are written before the next one.
     """
 
@@ -96,7 +95,6 @@ class Journal:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = path
-        self.listener: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self.earlier: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple
         self._clock = clock
         self._later: list[tuple[str, Mapping[str, Any], float]] = []
@@ -137,7 +135,6 @@ class Journal:
             self._append(kind, facts)
 
     def _append(self, kind: str, facts: Mapping[str, Any], at: float | None = None) -> None:
-        self.listener(kind, facts)
         if self.path is None or self._failure is not None:
             return
         line = {"kind": kind, "time_s": 0.0, **facts}

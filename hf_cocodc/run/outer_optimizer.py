@@ -39,7 +39,6 @@ from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, note_start, record_of, run_of
 from .supported import claim, length_of, refuse_second, refuse_unsupported
-from .unread import attendance_of, report_unread
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +180,6 @@ class OuterOptimizer:
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
         self._note_start(saved)
-        self._tell_unread: Callable[[int], None] = lambda step: None
-        if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step, start.is_new)
-            self._tell_unread = report_unread(self.journal, attendance)
         self._undo += [claim(self.model), self._inner.note_clipping(accelerator)]
         self._undo += hook_into_saving(accelerator, self, self._inner)
         if link.agreement is not None:
@@ -485,7 +480,6 @@ class OuterOptimizer:
             CheckpointError: the disk refuses.
             LeftBehind: the others have gone on without this region; nothing is written, and the next `step` comes back.
         """
-        self._tell_unread(self.inner_step)
         facts = facts_of(self)
         saved = Saved(self.synchronizer.state_dict(), facts)
         write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)

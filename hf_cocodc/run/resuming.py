@@ -20,7 +20,7 @@ from ..link.within import main_says
 from ..resolve import continuing, value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
-from ..snapshot import local_weights
+from ..snapshot import local_weights, manifest
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
 from ..snapshot.resume import CanResume
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
 def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
     """Raise CheckpointError if any byte of a checkpoint that Accelerate loads is damaged. A collective call of the ranks."""
-    wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
+    wrong = main_says(link, accelerator, lambda: manifest.damage(checkpoint), f"the check of {checkpoint}")
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 
@@ -175,7 +175,7 @@ def agree_on_beginning(
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
-        checkpoint = disk.read(folder, link.lane, checked=True)
+        checkpoint = disk.read(folder, link.lane)
         restore_buffers(model, folder, link.lane)
         return checkpoint
 

@@ -319,7 +319,7 @@ class CoCoDCCallback(TrainerCallback):
                 start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
             self._start, path = start, start.checkpoint
             if path is not None:
-                self._saved = read(path, self._link.lane, checked=True)
+                self._saved = read(path, self._link.lane)
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)

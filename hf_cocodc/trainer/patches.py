@@ -21,7 +21,6 @@ from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.durable import saving
-from ..snapshot.export import put_into_folder
 from ..snapshot.folders import PREFIX, make_room, point, rotate
 from . import hub, weights
 from .best import Best
@@ -189,7 +188,6 @@ class Patches:
             weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
             if trainer.args.should_save:
                 hub.write(folder, hub.section(outer))
-                put_into_folder(folder)
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         """Adds our section to the card."""

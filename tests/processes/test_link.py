@@ -192,7 +192,9 @@ def test_frames_cover_a_payload_and_load_all_connections_alike(connections: int)
         assert max(sizes) <= exchange.LARGEST
         assert len(cut) >= min(connections, size // exchange.SMALLEST)
         loads = [sum(sizes[index::connections]) for index in range(connections)]
-        if size >= connections * exchange.SMALLEST:  # the kernel gives each connection an equal share of the limit
+        if (
+            size >= connections * exchange.SMALLEST
+        ):  # the kernel gives each connection an equal share of the limit
             assert max(loads) - min(loads) <= len(cut)
 
 

@@ -95,7 +95,9 @@ class Buffers:
         given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
         with self._lock:
             for each in buffers:
-                if self._lent.pop(each, False):  # a codec makes means of its own: with them the memory would grow
+                if self._lent.pop(
+                    each, False
+                ):  # a codec makes means of its own: with them the memory would grow
                     self._spare.setdefault((each.numel(), each.dtype), []).append((each, given))
 
     @property

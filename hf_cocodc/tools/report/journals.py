@@ -86,7 +86,6 @@ _NEEDED: dict[str, dict[str, Rule]] = {
     "late": {"epoch": COUNT, "region": NUMBERED},
     "left": {"epoch": COUNT, "region": NUMBERED},
     "note": {"message": TEXT},
-    "unread": {"region": NUMBERED, "from_step": COUNT, "to_step": COUNT, "samples": _or_none(COUNT)},
 }
 """What an event of a kind must have."""
 _IF_THERE: dict[str, Rule] = {

@@ -49,7 +49,7 @@ def test_the_model_is_about_as_large_as_asked_for(numel: int) -> None:
 
 
 def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each send and each landing is one of the engine's; sends move nothing, landings move the model. """
+    """Each send and each landing is one of the engine's; sends move nothing, landings move the model."""
     calls: list[str] = []
     for name in ("send", "land"):
         original = getattr(Traffic, name)
