@@ -42,8 +42,8 @@ def register(subparsers: Any) -> None:
         usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions. With --region and --coordinator, it runs "
-        "only one. With GPUs, or with arguments after --, which go to it, a region has an accelerate launch of its own, and is "
-        "one process otherwise.",
+        "only one. With GPUs, or with arguments after --, which go to it, a region has an accelerate launch of its own; without "
+        "GPUs, or with training.use_cpu, it is one process. Where there are fewer GPUs than regions, the regions share them.",
     )
     add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
@@ -128,6 +128,9 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
+    shared = launch.sharing_here(recipe, 1 if join else len(regions), options.launcher)
+    if shared is not None:
+        print(shared, flush=True)
     if options.dry_run:
         if join and region is None:
             assert address is not None
@@ -135,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
         planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
         dry.show(recipe, planned, machine, options.resume, num_params)
         return 0
-    forked = launch.fork_ahead(1 if join else len(regions), options.launcher) if may_fork else []
+    forked = launch.fork_ahead(recipe, 1 if join else len(regions), options.launcher) if may_fork else []
     with contextlib.ExitStack() as at_end:
         if address is None and has_company:
             served = serve_in_thread(secrets=[] if keys is None else [keys])

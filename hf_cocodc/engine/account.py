@@ -13,6 +13,7 @@ import torch
 from ..link.base import Arrival, Link
 from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID, Verdict
 from ..parts.schedules import AgreedStats
+from ..parts.tensors.memory import HOST, has_streams
 from .compatibility import sound_counts, sound_numbers
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,17 @@ _VOID = {
 class Measurements:
     """What one region measures while it trains; `now` is always in seconds by the link's clock.
 
+    With a GPU as `device` inner steps are timed by events of its stream: the host runs ahead of what it has queued.
+
     Attributes:
         change: for each fragment ||mean outer gradient||_2 / its length, at its last landing.
         agreed: from the trailers of landed transfers; equal in all regions.
         step_time_s: median seconds of the inner steps before the last event, without time at events; 0 if unknown.
-        sync_time_s: seconds from the last region's send to the end of the outer step of the last transfer; 0 if unknown.
+        sync_time_s: seconds from the last region's send to the mean of the last transfer; 0 if unknown.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, device: torch.device = HOST) -> None:
+        self._clock = StreamClock(_STEPS_TIMED) if has_streams(device) else None
         self.lr = self.lr_sum = 0.0
         self.step_time_s = self.sync_time_s = 0.0
         self.agreed = AgreedStats()
@@ -64,7 +68,10 @@ class Measurements:
 
     def note_step(self, inner_lr: float, now: float) -> None:
         """Count an inner step that has ended."""
-        self._durations.append(now - self._left_at)
+        if self._clock is not None:
+            self._clock.note_step()
+        else:
+            self._durations.append(now - self._left_at)
         self._left_at = now
         self.lr = inner_lr
         self.lr_sum += inner_lr
@@ -76,17 +83,20 @@ class Measurements:
     def note_event(self) -> None:
         """Call before a transfer is sent or landed."""
         # not the mean: one evaluation among the steps must not count
-        self.step_time_s = median(self._durations)
+        durations = self._clock.take() if self._clock is not None else list(self._durations)
         self._durations.clear()
+        if durations:
+            self.step_time_s = median(durations)
 
     def leave_events(self, now: float) -> None:
         """Call after events: from now on, time counts as training again."""
         self._left_at = now
+        if self._clock is not None:
+            self._clock.begin()
 
-    def hear(self, fragment: int, arrival: Arrival, outer_step_s: float) -> None:
+    def hear(self, fragment: int, arrival: Arrival) -> None:
         """Take in this region's measurements of a transfer, and those of all regions from its trailers."""
-        # a link without time of its own (lockstep) measures nothing; schedules must not follow this machine's speed there
-        self.sync_time_s = arrival.seconds and arrival.seconds + outer_step_s
+        self.sync_time_s = arrival.seconds
         if arrival.is_finite:
             self.change[fragment] = math.sqrt(arrival.square) / self._lengths[fragment]
         self.agreed = AgreedStats(
@@ -129,8 +139,8 @@ class Totals:
 
     `bytes_sent` counts payload bytes that this region has sent to all others together, over all its lanes: transfers, means of
     global params, and broadcasts (first parameters, global params that had come apart, a checkpoint that another region takes
-    over), passed on by regions that receive them. In a region of DDP ranks only the leader sends. `blocked_s` is the time that
-    training waited for the link.
+    over), passed on by regions that receive them. In a region of DDP ranks only the leader sends. `blocked_s` is the time for
+    which the training thread was held here: it waited for the link, or sent, or landed.
     """
 
     sends: int = 0
@@ -145,6 +155,38 @@ class Totals:
         sound_counts([totals.sends, totals.landings, totals.bytes_sent], 1)
         sound_numbers(totals.blocked_s)
         return totals
+
+
+class StreamClock:
+    """Seconds of inner steps on a GPU, of those that it has finished: reading them makes nobody wait."""
+
+    def __init__(self, most: int) -> None:
+        self._steps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=most)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next inner step begins."""
+        self._last = _timing_event()
+
+    def note_step(self) -> None:
+        """An inner step has ended, and the next one begins."""
+        now = _timing_event()
+        self._steps.append((self._last, now))
+        self._last = now
+
+    def take(self) -> list[float]:
+        """The seconds of the steps that the GPU has finished since the last call."""
+        found = []
+        while self._steps and self._steps[0][1].query():
+            first, last = self._steps.popleft()
+            found.append(first.elapsed_time(last) / 1e3)
+        return found
+
+
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Seconds(NamedTuple):
@@ -177,23 +219,19 @@ class Account:
 
     def count_broadcasts(self, link: Link) -> None:
         """Count the bytes of broadcasts since the last call. A collective call of the region's ranks."""
-        sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64))
+        sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64, device=HOST))
         self.totals.bytes_sent += round(sent.item())
 
-    def sent(
-        self, step: int, fragment: int, numel: int, blocked_s: float, took_s: float, norm: float
-    ) -> None:
-        """Record a send, which held training for `took_s` seconds; the link blocked it for `blocked_s` of them."""
+    def held(self, seconds: float) -> None:
+        """Count time for which the training thread was held."""
+        self.totals.blocked_s += seconds
+        if self.report:
+            self.report["blocked_s"] = self.totals.blocked_s
+
+    def sent(self, step: int, fragment: int, numel: int, took_s: float) -> None:
+        """Record a send, which held training for `took_s` seconds."""
         self.totals.sends += 1
-        self._record(
-            "send",
-            step=step,
-            fragment=fragment,
-            numel=numel,
-            blocked_s=round(blocked_s, 6),
-            took_s=round(took_s, 6),
-            norm=_shown([norm])[0],
-        )
+        self._record("send", step=step, fragment=fragment, numel=numel, took_s=round(took_s, 6))
 
     def sat_out(self, step: int, fragment: int, region: int) -> None:
         """Warn that this region is excluded from a transfer, because its outer gradient is not finite."""
@@ -299,25 +337,6 @@ class Account:
         )
         logger.warning(message)
         self._record("note", step=step, message=message)
-
-    def adopted(
-        self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
-    ) -> None:
-        """Record that more parameters are synchronized from now on."""
-        for names, source in ((averaged, "the mean of the regions"), (created, "region 0's values")):
-            if names:
-                logger.info(
-                    "from step %d on %d more parameters are synchronized, beginning with %s: %s%s.",
-                    *(step, len(names), source, ", ".join(names[:3]), ", ..." if names[3:] else ""),
-                )
-        self._record(
-            "adopt",
-            step=step,
-            num_params=num_params,
-            num_fragments=num_fragments,
-            averaged=list(averaged),
-            created=list(created),
-        )
 
     def finished(self, step: int, digest: int) -> None:
         """Record the end of the run, with a checksum of the weights."""

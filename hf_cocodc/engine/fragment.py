@@ -3,39 +3,49 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..link.base import Arrival, ArrivedHandle, Link
 from ..methods import Method
-from ..parts.codecs.base import Conversation, Result
+from ..parts.codecs.base import Codec, Conversation, Plain, Result
 from ..parts.fragments import Fragment
-from ..parts.info import MergeInfo, OuterInfo
+from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
-from ..parts.tensors.flat import copy_all_, digest, flat_zeros, local_shard, tensors_in
-from ..parts.tensors.memory import HOST, Departure, Pool, shared_lengths
-from ..parts.tensors.pieces import PIECE, Cut, HostThreads, cuts, divide
+from ..parts.tensors.flat import digest, local_shard, moved
+from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
+from ..parts.tensors.slices import square, squares
 from .compatibility import form_of
-from .landing import Flats, Landing
 from .local_params import LocalParams
-from .outer_step import OuterStep
 from .transfer import Trained, Transfer
+
+
+class FreshOuterGrad(NamedTuple):
+    """The present global params minus the present local ones, with what eager updates need to know of it.
+
+    Attributes:
+        flat: at rest.
+        taken_share, fresh_share: see `OuterInfo`.
+    """
+
+    flat: Tensor
+    taken_share: Tensor | float
+    fresh_share: Tensor | float
 
 
 @dataclass
 class FragmentState:
     """The engine's state of one fragment.
 
-    Operations on all values run on the device of the outer state. On the host they run piece by piece, so that memory is read
-    and written once. Global params that a transfer still references are never overwritten.
+    Operations run on the device of the local params, slice by slice; flat tensors rest at `home`. Global params that a transfer
+    still references are never overwritten.
 
     Attributes:
         global_params: flat fp32.
         codec_form: the codec's state without values: all that ranks outside the conversations know of it.
-        pool, host: memory on the device of the outer state, and for the link.
         in_flight: transfers that have not landed, oldest first.
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
@@ -49,15 +59,12 @@ class FragmentState:
     """
 
     fragment: Fragment
-    cuts: Sequence[Cut]
     local: LocalParams
+    home: Home
     global_params: Tensor
-    outer: dict[str, Any]
-    codec: dict[str, Any]
-    codec_form: dict[str, Any]
-    pool: Pool
-    host: Pool
-    threads: HostThreads
+    outer: dict[str, Any] = field(default_factory=dict)
+    codec: dict[str, Any] = field(default_factory=dict)
+    codec_form: dict[str, Any] = field(default_factory=dict)
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -72,50 +79,37 @@ class FragmentState:
     nonfinite_rounds: int = 0
     trained: Trained = Trained()
 
-    def __post_init__(self) -> None:
-        self._lengths = [sum(cut.sizes) for cut in self.cuts]
-
     @property
     def codec_remembers(self) -> bool:
         """Whether a transfer must start from the codec's state at the end of the one before."""
         return bool(self.codec_form)
 
     def take(self) -> Tensor:
-        """A buffer of the fragment's length with undefined values."""
-        return self.pool.take(self.fragment.numel)
-
-    def cut(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat tensor of this fragment, piece by piece."""
-        return flat.split_with_sizes(self._lengths)
+        """A flat tensor of the fragment's length with undefined values, at rest."""
+        return self.home.take(self.fragment.numel)
 
     def move_to(self, shards: Mapping[str, Tensor]) -> None:
         """Use other memory for the local params: `shards` is what this rank holds now, by name."""
-        self.local = LocalParams(self.fragment, self.fragment.views_of(shards), self.cuts)
+        self.local = LocalParams(self.fragment.views_of(shards))
 
     def gather(self) -> Tensor:
-        """The local params in a flat buffer of their own."""
-        return self.local.gather(self.take())
+        """The local params in a flat tensor of their own."""
+        return self.local.gather(self.take(), self.home)
 
-    def converse(
-        self, conversation: Callable[[Tensor], Conversation], flat: Tensor
-    ) -> tuple[Callable[[], Conversation], Departure]:
-        """A function that begins conversations about a flat tensor, and the departure that takes the tensor to the link."""
-        departure = Departure(flat, self.host)
-
-        def converse() -> Conversation:
-            return (yield from conversation(departure.fetch()))
-
-        return converse, departure
+    def show(self, flat: Tensor) -> None:
+        """Copy a flat tensor into the local params."""
+        self.local.show(flat, self.home)
 
     def checksum(self) -> Callable[[], int]:
         """For the link's thread: computes the checksum of the present global params, once, because the tensor may change."""
-        departure = Departure(self.global_params, self.host)
+        flat, departure = self.global_params, Departure(self.home.device)
 
         @functools.cache
         def compute() -> int:
-            checksum = digest(departure.fetch())
-            departure.end()
-            return checksum
+            with aside(self.home.device):
+                departure.wait(flat)
+                self.home.settle()
+                return digest(flat)
 
         return compute
 
@@ -134,91 +128,103 @@ class FragmentState:
         # that is the last send with own steps, else the global params, rounded as the model stores its params
         sent = [other.snapshot for other in self.in_flight if other.is_own]
         base = sent[-1] if sent else self.global_params
-        transfer.snapshot.copy_(base)
-        if self.local.is_rounded:
-            for index, (piece, into) in enumerate(
-                zip(self.cut(base), self.cut(transfer.snapshot), strict=True)
-            ):
-                self.local.rounded(piece, index, into)
+        pairs = zip(*map(self.local.split, (base, transfer.snapshot)), strict=True)
+        for index, (part, into) in enumerate(pairs):
+            into.copy_(self.local.rounded(index, self.home.visit(part)), non_blocking=True)
 
-    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, float]:
-        """A snapshot of the local params, the outer gradient (base - snapshot), and its sum of squares."""
-        snapshot, outer_grad = self.take(), self.take()
-        pieces = self.local.pieces if self.pool.device == HOST else None
-        if pieces is None:
-            self.local.gather(snapshot)
-        locals_, grads, bases = map(self.cut, (snapshot, outer_grad, base))
+    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A snapshot of the local params, the outer gradient (base - snapshot), and its sum of squares (fp64, on the device)."""
+        snapshot, outer_grad, home = self.take(), self.take(), self.home
+        sums = [torch.zeros((), dtype=torch.float64, device=home.device)]
+        for index, (kept, grad, part) in enumerate(
+            zip(*map(self.local.split, (snapshot, outer_grad, base)), strict=True)
+        ):
+            local = self.local.read(index, None if home.is_apart else kept)
+            home.store(kept, local)
+            # against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift
+            stored = self.local.rounded(index, home.visit(part))
+            found = stored - local if home.is_apart else torch.sub(stored, local, out=grad)
+            sums.append(square(found))
+            home.store(grad, found)
+        return snapshot, outer_grad, torch.stack(sums).sum()
 
-        def work(part: range) -> list[float]:
-            lengths = []
-            for index in part:
-                if pieces is not None:
-                    copy_all_(self.cuts[index].views(locals_[index]), pieces[index])
-                self._subtract(locals_[index], bases[index], index, grads[index])
-                lengths.append(float(torch.linalg.vector_norm(grads[index])))
-            return lengths
+    def clear_(self, outer_grad: Tensor, where: Tensor) -> None:
+        """Set an outer gradient to zero where a scalar of the device is true."""
+        for part in self.local.split(outer_grad):
+            self.home.store(part, self.home.visit(part).masked_fill_(where, 0.0))
 
-        norms = divide(work, len(self.cuts), self.threads.in_training())
-        return snapshot, outer_grad, sum(length**2 for part in norms for length in part)
+    def conversation(self, codec: Codec, outer_grad: Tensor, state: dict[str, Any]) -> Conversation:
+        """A codec's conversation about an outer gradient that is written; for the link's thread.
 
-    def _subtract(self, local: Tensor, base: Tensor, index: int, into: Tensor) -> None:
-        """Outer gradient of a piece: base minus local, the base rounded as the model stores its params."""
-        # against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift
-        if self.local.is_rounded:
-            base = self.local.rounded(base, index, into)
-        torch.sub(base, local, out=into)
+        A plain codec's values stay where they rest, and visit the device slice by slice; others compute with whole fragments.
+        """
+        home = self.home
+        values = outer_grad if isinstance(codec, Plain) else home.visit(outer_grad)
+        result = yield from codec.converse(values, self.fragment, moved(state, values.device))
+        mean = result.mean if result.mean.device == home.rest else self.take().copy_(result.mean)
+        return Result(mean, result.own, moved(result.state, home.rest))
 
-    def step_now(self, transform: OuterTransform, mean: Tensor, info: OuterInfo) -> OuterStep:
-        """The outer step of a transfer that lands now: in place, unless a transfer still references the global params."""
+    def land(
+        self,
+        transfer: Transfer,
+        mean: Tensor,
+        transform: OuterTransform,
+        merge: Merge,
+        outer_info: OuterInfo,
+        info: MergeInfo,
+        fresh: Tensor | None = None,
+    ) -> None:
+        """Take the outer step of a transfer, and merge its result into the local params; overwrites the mean.
+
+        If the local params that a merge reads are not finite in any lane, they become the global ones. Reads no value of the
+        device. `fresh`: the fresh outer gradient, for transforms that let regions differ.
+        """
+        used_here(mean)
+        step, state = transform.begin(self.outer, outer_info)
         before = self.global_params
         after = self.take() if self._is_held(before) else before
-        here = mean if mean.device == before.device else self.take().copy_(mean)
-        return OuterStep(transform, here, self.outer, info, after)
-
-    def land(self, transfer: Transfer, mean: Tensor, step: OuterStep, merge: Merge, info: MergeInfo) -> bool:
-        """Replace the global params with the result of an outer step, and merge it into the local params; overwrites the mean.
-
-        The step was taken ahead, or is from `step_now` and taken here. Returns whether the local params that the merge reads
-        were finite.
-        """
-        is_ahead = step is transfer.step
-        after = self.cut(step.global_params)
-        room = mean if is_ahead else step.mean
-        pieces = self.local.pieces if self.pool.device == HOST else None
-        stand_in = None
-        if pieces is None and merge.reads_local:
-            stand_in = self.gather()
-            pieces = [(piece,) for piece in self.cut(stand_in)]
-        finite = Landing(
-            self.cuts,
-            Flats(pieces, self.cut(transfer.snapshot), self.cut(room)),
-            after.__getitem__ if is_ahead else step.move,
-            merge,
-            info,
-            len(self.local.params),
-            self.threads.in_training(),
-        ).run()
-        before, old = self.global_params, tensors_in(self.outer)
-        self.global_params, self.outer = step.global_params, step.state
-        if stand_in is not None or pieces is None:
-            self.local.show(self.global_params if stand_in is None else stand_in)
-        kept = {id(tensor) for tensor in (mean, *tensors_in(self.outer))}
-        self.pool.give(
-            *(each for each in (*old, room, stand_in) if each is not None and id(each) not in kept)
-        )
+        here = _Slices(self, transfer, mean, before, after, state, fresh)
+        scales: Sequence[Tensor] = ()
+        if merge.measure is not None:
+            for index in range(len(self.local.cuts)):
+                here.step(step, index)
+            scales = self._scales(merge, here, info)
+        is_sound = self._is_sound(info) if merge.reads_local else None
+        for index, cut in enumerate(self.local.cuts):
+            new_global = here.step(step, index) if merge.measure is None else here.new_global(index)
+            values = new_global
+            if is_sound is not None:
+                own = [scales[param] for param in cut.params] if scales else ()
+                merged = merge.apply(here.merge(index, new_global)._replace(scales=own), info)
+                values = torch.where(is_sound, merged, new_global)
+            self.local.write(index, values)
+        self.global_params, self.outer = after, state
+        self.home.give(mean)
         self._retire(transfer, before)
-        return finite
+
+    def _scales(self, merge: Merge, here: "_Slices", info: MergeInfo) -> Sequence[Tensor]:
+        """What a merge makes of its norms, for each parameter: norms are over all slices, and all ranks that hold shards."""
+        assert merge.measure is not None and merge.scales is not None
+        count, device = len(self.local.params), self.home.device
+        sums = torch.zeros(3, count, dtype=torch.float64, device=device)
+        sums[2] = self.local.numels
+        for index, cut in enumerate(self.local.cuts):
+            for row, values in enumerate(merge.measure(here.merge(index, here.new_global(index)), info)):
+                found = squares(cut.views(values))
+                sums[row, cut.params[0] : cut.params[-1] + 1] += _spread(found, cut.params)
+        totals = info.total(sums.view(-1)).view(3, count)
+        return merge.scales(totals[0].sqrt(), totals[1].sqrt(), totals[2]).unbind()
+
+    def _is_sound(self, info: MergeInfo) -> Tensor:
+        """Whether the local params are finite, in all lanes: a scalar on the device."""
+        total = torch.zeros((), dtype=torch.float32, device=self.home.device)
+        for index in range(len(self.local.cuts)):
+            total = total + self.local.read(index).sum()
+        return ~info.total((~total.isfinite()).double().view(1)).bool()
 
     def drop(self, transfer: Transfer) -> None:
         """Return the memory of a transfer that has ended, is no longer in flight and will not land."""
-        self.forget_step(transfer)
         self._retire(transfer)
-
-    def forget_step(self, transfer: Transfer) -> None:
-        """Give up the step of a transfer that was taken ahead, if there is one."""
-        step, transfer.step = transfer.step, None
-        if step is not None:
-            self.pool.give(step.global_params, *tensors_in(step.state))
 
     def transfer_of(self, sent_at: int) -> Transfer:
         """The transfer sent at this inner step: the oldest in flight, because they land in order. Step 0: one never sent."""
@@ -232,7 +238,7 @@ class FragmentState:
 
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
-        mean = flat_zeros(self.fragment.numel)
+        mean = self.take().zero_()
         handle = ArrivedHandle(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
         snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
         transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)
@@ -241,64 +247,133 @@ class FragmentState:
 
     def _retire(self, transfer: Transfer, *replaced: Tensor) -> None:
         """Return the memory of a transfer, and replaced global params, unless they are still referenced."""
-        self.pool.give(transfer.snapshot)
+        self.home.give(transfer.snapshot)
         if transfer.outer_grad is not None:
-            self.pool.give(transfer.outer_grad)
-        if transfer.departure is not None:
-            transfer.departure.end()
+            self.home.give(transfer.outer_grad)
         for flat in {id(flat): flat for flat in (transfer.global_params, *replaced)}.values():
             if flat is not self.global_params and not self._is_held(flat):
-                self.pool.give(flat)
+                self.home.give(flat)
 
     def _is_held(self, flat: Tensor) -> bool:
         """Whether a transfer in flight references these global params."""
         return any(transfer.global_params is flat for transfer in self.in_flight)
 
 
+class _Slices:
+    """The flat tensors of one landing, slice by slice on the device."""
+
+    def __init__(
+        self,
+        fragment: FragmentState,
+        transfer: Transfer,
+        mean: Tensor,
+        before: Tensor,
+        after: Tensor,
+        state: dict[str, Any],
+        fresh: Tensor | None,
+    ) -> None:
+        self._local, self._home = fragment.local, fragment.home
+        self._snapshot, self._mean, self._before, self._after = map(
+            self._local.split, (transfer.snapshot, mean, before, after)
+        )
+        self._own = (
+            None if fresh is None or transfer.outer_grad is None else self._local.split(transfer.outer_grad)
+        )
+        self._fresh = None if fresh is None else self._local.split(fresh)
+        self._state, self._numel = state, fragment.fragment.numel
+
+    def step(self, step: Callable[[Tensor, OuterSlice], Tensor], index: int) -> Tensor:
+        """Take the outer step of a slice; returns its new global params."""
+        home, kept = self._home, _state_at(self._state, self._numel, self._local, index)
+        here = OuterSlice(
+            _each(kept, home.visit),
+            None if self._own is None else home.visit(self._own[index]),
+            None if self._fresh is None else home.visit(self._fresh[index]),
+        )
+        moved_by = step(home.visit(self._mean[index]), here)
+        after = self._after[index]
+        old = home.visit(self._before[index])
+        new = old - moved_by if home.is_apart else torch.sub(old, moved_by, out=after)
+        home.store(after, new)
+        _store(home, kept, here.state)
+        return new
+
+    def new_global(self, index: int) -> Tensor:
+        """The new global params of a slice that has made its step."""
+        return self._home.visit(self._after[index])
+
+    def merge(self, index: int, new_global: Tensor) -> MergeSlice:
+        local = self._local.read(index)
+        snapshot = self._home.visit(self._snapshot[index])
+        return MergeSlice(local, new_global, snapshot, self._local.cuts[index].sizes)
+
+
+def _state_at(state: Mapping[str, Any], numel: int, local: LocalParams, index: int) -> dict[str, Any]:
+    """An outer state whose tensors of the fragment's length are cut to one slice."""
+    return {
+        name: _state_at(value, numel, local, index)
+        if isinstance(value, Mapping)
+        else local.split(value)[index]
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel
+        else value
+        for name, value in state.items()
+    }
+
+
+def _each(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """A nested state with every tensor changed."""
+    return {
+        name: _each(value, change)
+        if isinstance(value, Mapping)
+        else change(value)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _store(home: Home, kept: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Bring the tensors of a slice back to where they rest."""
+    for name, value in kept.items():
+        if isinstance(value, Mapping):
+            _store(home, value, changed[name])
+        elif isinstance(value, Tensor) and value.dim():
+            home.store(value, changed[name])
+
+
+def _spread(values: Tensor, params: Sequence[int]) -> Tensor:
+    """Values of some parameters, at their places among all from the first to the last; others have none in this slice."""
+    if len(params) == params[-1] - params[0] + 1:
+        return values
+    spread = values.new_zeros(params[-1] - params[0] + 1)
+    for place, value in zip(params, values, strict=True):
+        spread[place - params[0]] = value
+    return spread
+
+
 def adopt(
-    fragments: Sequence[Fragment],
-    model: nn.Module,
-    method: Method,
-    link: Link,
-    device: torch.device,
-    start: bool,
-    steps_ahead: bool,
+    fragments: Sequence[Fragment], model: nn.Module, method: Method, link: Link, home: Home, start: bool
 ) -> list[FragmentState]:
-    """The engine's state of each fragment on `device`; at the `start` of a run, all regions take region 0's parameters."""
+    """The engine's state of each fragment; at the `start` of a run, all regions take region 0's parameters."""
     named = dict(model.named_parameters())
     shards = {name: local_shard(named[name]) for fragment in fragments for name in fragment.names}
-    longest = max(fragment.numel for fragment in fragments)
-    # results of steps ahead stay in use: buffers much longer than the fragment would waste memory for the whole run
-    lengths = shared_lengths(fragment.numel for fragment in fragments) if steps_ahead else [longest]
-    host = Pool(HOST, lengths, pinned=any(shard.is_cuda for shard in shards.values()))
-    pool = host if device == HOST else Pool(device, lengths)
-    threads = HostThreads(all(shard.device == HOST for shard in shards.values()))
     adopted = []
     for fragment in fragments:
-        flat = torch.zeros(fragment.numel, dtype=torch.float32, pin_memory=host.pinned)
-        state = hold(fragment, shards, pool, host, threads, flat)
+        state = hold(fragment, shards, home)
         if start:
+            home.settle()
+            flat = state.global_params.to(HOST)
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-            state.local.show(flat)
-        state.global_params = flat.to(device)
-        state.codec, state.outer = method.codec.init(fragment), method.outer.init(state.global_params)
+            state.global_params.copy_(flat)
+            state.show(state.global_params)
+        state.outer = method.outer.init(state.global_params)
+        state.codec = moved(method.codec.init(fragment), home.rest)
         state.codec_form = form_of(state.codec)
         adopted.append(state)
     return adopted
 
 
-def hold(
-    fragment: Fragment,
-    shards: Mapping[str, Tensor],
-    pool: Pool,
-    host: Pool,
-    threads: HostThreads,
-    flat: Tensor,
-) -> FragmentState:
-    """The state of a fragment whose global params are the present local ones, copied to `flat`; without outer state."""
-    params = fragment.views_of(shards)
-    # other devices need no pieces: their memory is as fast as the cache of the host
-    piece = PIECE if pool.device == HOST else max(fragment.numel, 1)
-    pieces = cuts([param.numel() for param in params], piece)
-    local = LocalParams(fragment, params, pieces)
-    return FragmentState(fragment, pieces, local, local.gather(flat), {}, {}, {}, pool, host, threads)
+def hold(fragment: Fragment, shards: Mapping[str, Tensor], home: Home) -> FragmentState:
+    """The state of a fragment whose global params are the present local ones; without outer state."""
+    local = LocalParams(fragment.views_of(shards))
+    return FragmentState(fragment, local, home, local.gather(home.take(fragment.numel), home))

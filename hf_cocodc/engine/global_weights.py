@@ -10,7 +10,9 @@ from ..errors import InputError
 from ..link.base import Link, MeanRequest
 from ..link.records import Trailer
 from ..parts.codecs import unrounded
+from ..parts.codecs.base import Conversation
 from ..parts.tensors.flat import is_finite, reshard
+from ..parts.tensors.memory import Departure, used_here
 from .account import Totals
 from .agreement import check_in_step
 from .fragment import FragmentState
@@ -22,40 +24,40 @@ def show_global(
 ) -> None:
     """Copy this region's global params into the local params, or their `mean` over the regions, in a collective call.
 
-    `totals` counts bytes and seconds. Raises InputError if there is no mean, because no region's values are finite.
+    `totals` counts bytes. Raises InputError if there is no mean, because no region's values are finite.
     """
     for fragment in fragments:
         if mean:
             _show_mean(fragment, link, step, totals)
         else:
-            fragment.local.show(fragment.global_params)
+            fragment.show(fragment.global_params)
 
 
 def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -> None:
-    index = fragment.fragment.index
-    converse, departure = fragment.converse(unrounded, fragment.global_params)
-    trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
-    what = f"the mean of the global params of fragment {index}"
-    handle = link.mean(MeanRequest(converse, fragment.fragment.numel, lambda: trailer, what))
-    began = link.clock()
-    arrival = handle.wait()
-    totals.blocked_s += link.clock() - began
+    index, flat, home = fragment.fragment.index, fragment.global_params, fragment.home
+    home.settle()
+    trailer = Trailer(float(is_finite(flat)), fragment=index, inner_step=step)
+    what, departure = f"the mean of the global params of fragment {index}", Departure(home.device)
+
+    def converse() -> Conversation:
+        departure.wait(flat)
+        return (yield from unrounded(flat))
+
+    arrival = link.mean(
+        MeanRequest(converse, fragment.fragment.numel, lambda: trailer, what, home=home)
+    ).wait()
     check_in_step(link.region, arrival, index, step)
     totals.bytes_sent += arrival.bytes_sent
     if not (arrival.is_finite and any(trailer.weight for trailer in arrival.trailers)):
-        raise InputError(not_finite(fragment.fragment.names, "any region", step))
-    fragment.local.show(arrival.result.mean)
-    link.give(arrival.result.mean)
-    departure.end()
-
-
-def not_finite(names: Sequence[str], where: str, step: int) -> str:
-    """The message for parameters from which nothing can be trained."""
-    more = f" and {len(names) - 1} more" if names[1:] else ""
-    return (
-        f"{names[0]}{more} cannot be synchronized after step {step}: not all values are finite in {where}. Go back to an earlier "
-        "checkpoint, with a lower learning rate or gradient clipping."
-    )
+        first, *rest = fragment.fragment.names
+        more = f" and {len(rest)} more" if rest else ""
+        raise InputError(
+            f"{first}{more} cannot be synchronized after step {step}: not all values are finite in any region. Go back to an "
+            "earlier checkpoint, with a lower learning rate or gradient clipping."
+        )
+    used_here(arrival.result.mean)
+    fragment.show(arrival.result.mean)
+    home.give(arrival.result.mean)
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def local_kept(model: nn.Module, fragments: Sequence[FragmentState]) -> Iterator
     """Restore the local params after the block, bit for bit, from the outer state's device: a GPU may need no memory for it."""
     with torch.no_grad():
         reshard(model)
-        device = fragments[0].pool.device
+        device = fragments[0].home.rest
         kept = [[param.to(device, copy=True) for param in each.local.params] for each in fragments]
     try:
         yield

@@ -5,86 +5,87 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..parts.fragments import Fragment
 from ..parts.tensors.flat import copy_all_
-from ..parts.tensors.memory import HOST
-from ..parts.tensors.pieces import Cut, cuts
-
-STAGED = 1 << 24
-"""Values copied between a device and the host at a time: 64 MiB on the device, however long the fragment is."""
+from ..parts.tensors.memory import HOST, Home
+from ..parts.tensors.slices import Cut, cuts, longest
 
 
 class LocalParams:
-    """The trainable parameters of one fragment (of a sharded model, this rank's shards); copies them to and from flat fp32.
+    """The trainable parameters of one fragment (of a sharded model, this rank's shards), slice by slice.
 
     Attributes:
+        cuts: the slices.
+        numels: number of values of each parameter, fp64 on the device: brought there once, because training waits for that.
         is_rounded: whether the model stores values with less precision than fp32.
-        pieces: the parameters themselves, piece by piece; None if they are not on the host or not contiguous.
     """
 
-    def __init__(self, fragment: Fragment, params: Sequence[Tensor], cuts: Sequence[Cut]) -> None:
+    def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         self.device = self.params[0].device
         self.is_rounded = any(param.dtype != torch.float32 for param in self.params)
-        on_host = all(param.device == HOST for param in self.params)
+        numels = [param.numel() for param in self.params]
+        self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
+        # strided ones cannot be cut: they are all in one slice
         is_contiguous = all(param.is_contiguous() for param in self.params)
-        self.pieces = _slices(self.params, cuts) if on_host and is_contiguous else None
-        self._fragment, self._cuts = fragment, cuts
-        self._stages = _stages(self.params) if is_contiguous and not on_host else None
+        most = longest(self.device) if is_contiguous else max(sum(numels), 1)
+        self.cuts: list[Cut] = cuts(numels, most)
+        self._parts = _parts(self.params, self.cuts)
 
-    def gather(self, into: Tensor) -> Tensor:
-        """Copy the parameters into a flat tensor; returns that tensor."""
-        if self.device == into.device:
-            copy_all_(self._fragment.views(into), self.params)
-        elif self._stages is None:
-            into.copy_(self.gather(torch.empty_like(into, device=self.device)))
-        else:
-            cut, own = self._stages
-            for stage, params, piece in zip(cut, own, into.split_with_sizes(_lengths(cut)), strict=True):
-                staged = torch.empty_like(piece, device=self.device)
-                copy_all_(stage.views(staged), params)
-                piece.copy_(staged)
+    def read(self, index: int, into: Tensor | None = None) -> Tensor:
+        """The values of a slice in fp32, on their device: written to `into`, or perhaps the parameter's own memory."""
+        parts = self._parts[index]
+        if into is None:
+            if len(parts) == 1 and parts[0].dim() == 1 and parts[0].dtype == torch.float32:
+                return parts[0]
+            into = torch.empty(self.cuts[index].numel, dtype=torch.float32, device=self.device)
+        copy_all_(_shaped(self.cuts[index].views(into), parts), parts)
         return into
 
-    def show(self, flat: Tensor) -> None:
+    def write(self, index: int, values: Tensor) -> None:
+        """Write the values of a slice into the parameters."""
+        parts = self._parts[index]
+        copy_all_(parts, _shaped(self.cuts[index].views(values), parts))
+
+    def rounded(self, index: int, values: Tensor) -> Tensor:
+        """The values of a slice as the model would store them, in fp32."""
+        if not self.is_rounded:
+            return values
+        cut = self.cuts[index]
+        views = cut.views(values)
+        stored = [view.to(self.params[param].dtype) for view, param in zip(views, cut.params, strict=True)]
+        into = torch.empty_like(values)
+        copy_all_(cut.views(into), stored)
+        return into
+
+    def gather(self, into: Tensor, home: Home) -> Tensor:
+        """Copy all values into a flat tensor at rest; returns that tensor."""
+        for index, part in enumerate(self.split(into)):
+            home.store(part, self.read(index, part if part.device == self.device else None))
+        return into
+
+    def show(self, flat: Tensor, home: Home) -> None:
         """Copy a flat tensor into the parameters."""
-        if self.device == flat.device:
-            copy_all_(self.params, self._fragment.views(flat))
-        elif self._stages is None:
-            self.show(flat.to(self.device))
-        else:
-            cut, own = self._stages
-            for stage, params, piece in zip(cut, own, flat.split_with_sizes(_lengths(cut)), strict=True):
-                copy_all_(params, stage.views(piece.to(self.device)))
+        for index, part in enumerate(self.split(flat)):
+            self.write(index, home.visit(part))
 
-    def rounded(self, piece: Tensor, index: int, into: Tensor) -> Tensor:
-        """A piece of the global params as the model would store it; written to `into`."""
-        cut = self._cuts[index]
-        parts = zip(cut.views(piece), cut.params, strict=True)
-        copy_all_(cut.views(into), [part.to(self.params[param].dtype) for part, param in parts])
-        return into
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat tensor of this fragment, slice by slice."""
+        return flat.split_with_sizes([cut.numel for cut in self.cuts]) if self.cuts else ()
 
 
-def staged_bytes(params: LocalParams, device: torch.device) -> int:
-    """Bytes on the parameters' device that a copy to or from flat tensors on `device` needs for a while."""
-    return 0 if params.device == device else 4 * min(STAGED, sum(param.numel() for param in params.params))
+def _parts(params: Sequence[Tensor], slices: Sequence[Cut]) -> list[list[Tensor]]:
+    """For each slice the stretches of the parameters that lie in it; one that lies in it as a whole and strided, as it is."""
+    starts = [0] * len(params)
+    found: list[list[Tensor]] = []
+    for cut in slices:
+        found.append([])
+        for param, size in zip(cut.params, cut.sizes, strict=True):
+            own, start = params[param], starts[param]
+            found[-1].append(own.view(-1)[start : start + size] if own.is_contiguous() else own)
+            starts[param] += size
+    return found
 
 
-def _stages(params: Sequence[Tensor]) -> tuple[list[Cut], list[Sequence[Tensor]]]:
-    stages = cuts([param.numel() for param in params], STAGED)
-    return stages, _slices(params, stages)
-
-
-def _lengths(stages: Sequence[Cut]) -> list[int]:
-    return [sum(stage.sizes) for stage in stages]
-
-
-def _slices(params: Sequence[Tensor], pieces: Sequence[Cut]) -> list[Sequence[Tensor]]:
-    """The stretches of the parameters that form each piece."""
-    rest = [param.view(-1) for param in params]
-    slices: list[Sequence[Tensor]] = []
-    for piece in pieces:
-        slices.append([rest[param][:size] for param, size in zip(piece.params, piece.sizes, strict=True)])
-        for param, size in zip(piece.params, piece.sizes, strict=True):
-            rest[param] = rest[param][size:]
-    return slices
+def _shaped(views: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a slice with the shapes of the stretches."""
+    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]

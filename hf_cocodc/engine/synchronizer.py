@@ -1,8 +1,8 @@
 """The engine of one region: the only loop over events.
 
 It owns the global params, the outer state and the transfers in flight, and asks the method's parts what to do, without knowing
-their names. Its tensors are flat fp32, on the host or with the params; local params are written in place, only through
-`FragmentState`.
+their names. It computes on the device of the local params with flat fp32 tensors; local params are written in place, only
+through `FragmentState`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,14 @@ from torch import nn
 from ..link.base import Link
 from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
-from ..parts.fragments import Fragment, names_in
+from ..parts.fragments import Fragment, names_in, only_trainable
 from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
-from ..parts.tensors.memory import HOST
-from . import adoption, transfers
+from ..parts.tensors.memory import HOST, Home
+from . import transfers
 from .account import Account, Measurements, Record, Totals
-from .adoption import carry_over, fragments_of, make_equal, names_of
-from .agreement import StepChecksum, agreed_layout, check_same_end, check_same_start, common_layout
+from .agreement import StepChecksum, check_same_end, check_same_start
 from .compatibility import layout, loading, same_layout, same_structure
 from .footprint import Memory, memory
 from .fragment import FragmentState, adopt
@@ -37,7 +36,7 @@ class Synchronizer:
     """Keeps one region's model in step with the other regions. The constructor is a collective call.
 
     Args:
-        model: without DDP around; its trainable parameters are synchronized, also those that become trainable later (`Watch`).
+        model: without DDP around; its trainable parameters are synchronized. None may become trainable later (`Watch`).
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
@@ -45,7 +44,7 @@ class Synchronizer:
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
         is_bounded: returns whether the inner optimizer bounds a step, so that the guard can judge.
         state: from `state_dict`, to continue with the model's parameters as they are; else all take region 0's parameters.
-        device: of global params, outer state and transfers; what the link and codecs need is on the host.
+        home: where global params, outer state and transfers rest; by default with the model. They are computed with there.
 
     Raises:
         CheckpointError: `state` is of another model or method, or differs from the other regions'.
@@ -63,25 +62,26 @@ class Synchronizer:
         guard: Guard | None = None,
         is_bounded: Callable[[], bool] = lambda: True,
         state: dict[str, Any] | None = None,
-        device: torch.device = HOST,
+        home: Home | None = None,
     ) -> None:
         self.method = method
         self.link = link
         self._model = model
-        self.measured, self.account = Measurements(link.clock()), Account(record, link.region)
+        self._home = home or Home(next(model.parameters()).device)
+        timed_on = self._home.device if link.timing == "measured" else HOST
+        self.measured, self.account = Measurements(link.clock(), timed_on), Account(record, link.region)
         self._record = record
         counting = digest_interval, weights, guard, is_bounded
-        self._traffic = Traffic(method, link, device, self.measured, self.account, *counting)
-        self._device = device
-        self._watch = Watch(model, link.replicas)
+        self._traffic = Traffic(method, link, self.measured, self.account, *counting)
         self._is_leaving = False
         self.fragments: list[FragmentState] = []
         self.num_params = 0
         """Parameters that this region synchronizes."""
         self._agenda = Agenda(method.schedule)
-        names = None if state is None else names_in(state["layout"])
-        self._adopt(fragments_of(model, method, names), start=state is None)
-        if state is not None:
+        if state is None:
+            self._adopt(method.fragments(model), start=True)
+        else:
+            self._adopt(self._fragments_of(state), start=False)
             self.load_state_dict(state)
         self.account.count_broadcasts(link)
 
@@ -124,21 +124,31 @@ class Synchronizer:
             traffic.shares.count(tokens)
         self.link.tick(self.inner_step)
         self.measured.note_step(inner_lr, self.link.clock())
-        self._watch.notice()
+        if not self._is_leaving:
+            self._watch.notice()
         events = self._agenda.events(self.inner_step, self.measured.agreed)
         if not events:
             return None
-        words = self._hold_events(events, word)
+        with self._held():
+            words = self._handle_events(events, word)
         self.measured.leave_events(self.link.clock())
         return words
 
     @torch.no_grad()
-    def _hold_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
+    def _handle_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
         """Do the events of this inner step."""
         self.measured.note_event()
         self._look()
-        words = self._traffic.hold(events, self.fragments, word)
-        return self._follow(word) or words
+        return self._traffic.hold(events, self.fragments, word)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Count the time of the block as time for which training is held."""
+        began = self.link.clock()
+        try:
+            yield
+        finally:
+            self.account.held(self.link.clock() - began)
 
     @torch.no_grad()
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
@@ -147,11 +157,10 @@ class Synchronizer:
         Returns the words of all regions, if a transfer landed. Raises HandshakeError if regions hold different models.
         """
         self._look()
-        wanted = common_layout(self.link, self._traffic.layout)
-        first = None if wanted is None else self._adopt_more(wanted, word)
-        words = self._traffic.end(self.fragments, word) or first
-        self._show_global(averaged=True)
-        digest = check_same_end(self.link, self._model, self._watch.adopted, self.inner_step, self._record)
+        with self._held():
+            words = self._traffic.end(self.fragments, word)
+            self._show_global(averaged=True)
+        digest = check_same_end(self.link, self._model, self._watch.names, self.inner_step, self._record)
         self.account.count_broadcasts(self.link)
         self.account.finished(self.inner_step, digest)
         self._agenda.begin(len(self.fragments), self.inner_step)
@@ -166,7 +175,8 @@ class Synchronizer:
         """
         self._look()
         with local_kept(self._model, self.fragments):
-            self._show_global(averaged)
+            with self._held():
+                self._show_global(averaged)
             yield
 
     @torch.no_grad()
@@ -175,22 +185,23 @@ class Synchronizer:
 
         Raises CheckpointError if `state` is of another model, HandshakeError if regions hold different ones.
         """
-        names = names_in(state["layout"])
-        if names != self._watch.adopted:
-            self._adopt(fragments_of(self._model, self.method, names), start=False)
+        if names_in(state["layout"]) != self._watch.names:
+            self._adopt(self._fragments_of(state), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.global_params.copy_(saved["global_params"])
         self._show_global(averaged=True)
-        check_same_end(self.link, self._model, self._watch.adopted, state["inner_step"], self._record)
+        check_same_end(self.link, self._model, self._watch.names, state["inner_step"], self._record)
 
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
+        self._home.settle()
         return digest(*(fragment.global_params for fragment in self.fragments))
 
     def memory(self) -> dict[torch.device, Memory]:
         """The memory that outer state and transfers take, by device."""
-        return memory(self.fragments, self.method, self.link.most_regions, self._traffic.is_ahead)
+        fragments = [each.fragment for each in self.fragments]
+        return memory(fragments, self.method, self.link.most_regions, self._home)
 
     def give_up_unsent(self) -> None:
         """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
@@ -205,9 +216,10 @@ class Synchronizer:
         Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A collective
         call of the region's ranks.
         """
+        transfers.wait_for_transfers(self.fragments)
+        self._home.settle()
         return {
             "layout": layout([each.fragment for each in self.fragments]),
-            "watch": self._watch.state_dict(),
             **self.measured.state_dict(),
             "schedule_state": self._agenda.state,
             **self._traffic.state_dict(),
@@ -241,26 +253,21 @@ class Synchronizer:
         `keep` adds what this region has trained and the others lack; its next sends carry it. Raises CheckpointError if `state`
         is of another model or method.
         """
-        kept = adoption.give_up(self.fragments, self.link, self.method.merge)
+        kept = transfers.give_up(self.fragments, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)
         self._traffic.shares.trained = trained
         self.take_over(totals)
         if keep:
-            adoption.bring_back(self.fragments, kept)
+            transfers.bring_back(self.fragments, kept)
 
     @loading
     def _load(self, state: dict[str, Any]) -> None:
-        names = names_in(state["layout"])
-        if names != self._watch.adopted:
-            self._adopt(fragments_of(self._model, self.method, names), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         self._look()
-        self._watch.load_state_dict(state.get("watch", {}))  # earlier versions adopted no parameters
         self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             transfers.load(fragment, saved)
-            self._traffic.of_loaded(fragment)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
@@ -270,57 +277,29 @@ class Synchronizer:
         show_global(self.fragments, self.link, self.inner_step, self.account.totals, mean)
 
     def _look(self) -> None:
-        """Let the fragments use the model's present memory, and see which parameters are to be adopted."""
+        """Let the fragments use the model's present memory, and refuse other changes of its parameters."""
         if not self._is_leaving:
             self._watch.look(self.fragments)
-            self._traffic.layout = self._watch.layout
 
-    def _follow(self, word: Word) -> Words | None:
-        """Adopt more parameters, if the transfers that have landed say that all regions want to."""
-        arrivals, self._traffic.heard = self._traffic.heard, []
-        if not arrivals:
-            return None
-        wanted = agreed_layout(self.link, arrivals, lambda number: self._watch.proposal(number).lines)
-        return None if wanted is None else self._adopt_more(wanted, word)
-
-    def _adopt_more(self, wanted: int, word: Word) -> Words | None:
-        """End the rounds in flight, and begin new ones with more parameters. A collective call; returns like `finish`."""
-        watch = self._watch
-        more = watch.proposal(wanted).more
-        if not more:
-            return None
-        words = self._traffic.end(self.fragments, word)
-        self._traffic.heard = []
-        self._show_global(averaged=True)
-        had = [name for name in more if watch.noticed[name]]
-        created = [name for name in more if not watch.noticed[name]]
-        make_equal(self._model, had, created, self.link, self.inner_step, self.account.totals)
-        # for a moment this holds the outer state twice
-        old = self.fragments
-        self._adopt(fragments_of(self._model, self.method, {*watch.adopted, *more}), start=False)
-        self.account.count_broadcasts(self.link)
-        carry_over(old, self.fragments, with_global=self.method.outer.regions_agree)
-        self.account.adopted(self.inner_step, self.num_params, len(self.fragments), had, created)
-        return words
+    def _fragments_of(self, state: dict[str, Any]) -> tuple[Fragment, ...]:
+        """The method's fragments of the parameters that `state` has: some may be frozen now."""
+        with only_trainable(self._model, names_in(state["layout"])):
+            return self.method.fragments(self._model)
 
     def _adopt(self, fragments: tuple[Fragment, ...], start: bool) -> None:
         """Begin with these fragments; `start`: from region 0's parameters."""
         link, traffic = self.link, self._traffic
-        self.fragments = adopt(
-            fragments, self._model, self.method, link, self._device, start, traffic.is_ahead
-        )
+        self.fragments = adopt(fragments, self._model, self.method, link, self._home, start)
         for fragment in self.fragments:
             fragment.settled_at = fragment.sent_at = self.inner_step
             fragment.lr_sum, fragment.trained = self.measured.lr_sum, traffic.shares.trained
-        link.bring_to(self.fragments[0].pool)
-        numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
+        numels = torch.tensor([float(each.numel) for each in fragments], dtype=torch.float64, device=HOST)
         lengths: list[float] = link.total(numels).tolist()
         self.num_params = round(sum(lengths))
         self.measured.begin(lengths)
         self.account.num_fragments = len(fragments)
         self._agenda.begin(len(fragments), self.inner_step)
-        self._watch.begin(names_of(fragments))
-        self._traffic.layout = self._watch.layout
+        self._watch = Watch(self._model, fragments)
 
 
 class Agenda:

@@ -9,9 +9,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..link.base import Handle
 from ..parts.guard import Ordinary
-from ..parts.tensors.memory import Departure
 from .compatibility import sound_counts
-from .outer_step import OuterStep
 
 TOKENS = 2**40
 """So many tokens since a send are a share of 1. A power of two keeps shares, and their ratios, exact."""
@@ -38,16 +36,15 @@ class Transfer:
         snapshot: local params at the send, flat.
         global_params: global params at the send, flat; shared with the fragment and with other transfers.
         lr_sum: sum of inner learning rates up to the send.
-        outer_grad: this region's outer gradient, flat; None if its memory gets other uses when the transfer ends.
+        outer_grad: this region's outer gradient, flat; zero if it does not count.
+        square: sum of its squares over all its lanes, an fp64 scalar on the device; None for a transfer that was loaded.
         is_own: whether this region takes part in it; not if it was coming in at the send, or has the transfer from another one.
         taken: share with which a landing has taken in `outer_grad` before (eager updates); None if none has.
-        norm: of this region's outer gradient, over all its lanes; 0 if it has no weight.
+        judged: the ordinary norm that it was held against when it was taken in; 0 if it was not.
+        norm: of this region's outer gradient; 0 if it has no weight. Known once the transfer has begun.
         ordinary: what was ordinary at the send (`parts.guard`).
-        is_finite: whether this region's outer gradient was finite.
+        is_finite: whether this region's outer gradient was finite; known as `norm` is.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
-        departure: how the outer gradient leaves its device; None for a transfer that was loaded.
-        step: its outer step; None until it was taken, ahead of the landing (in `step_s` seconds) or at it.
-        awaited: whether the training thread waits for the transfer, so that its threads are free.
         handle: waits for the mean; set at the send.
     """
 
@@ -56,16 +53,14 @@ class Transfer:
     global_params: Tensor
     lr_sum: float
     outer_grad: Tensor | None = None
+    square: Tensor | None = None
     is_own: bool = True
-    taken: float | None = None
+    taken: Tensor | float | None = None
+    judged: float = 0.0
     norm: float = 0.0
     ordinary: Ordinary = Ordinary()
     is_finite: bool = True
     trained: Trained = Trained()
-    departure: Departure | None = None
-    step: OuterStep | None = None
-    step_s: float = 0.0
-    awaited: bool = False
     handle: Handle = field(init=False)
 
 

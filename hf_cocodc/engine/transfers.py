@@ -1,6 +1,8 @@
-"""Saves and loads the state of a fragment and of its transfers."""
+"""Saves and loads the state of a fragment and of its transfers, or gives the transfers up."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from ..parts.guard import Ordinary
+from ..parts.merges import Merge
 from .compatibility import HISTORIES, same_structure, sound_fragment
 from .fragment import FragmentState
 from .transfer import Trained, Transfer
@@ -58,13 +61,13 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in moved:
-            moved[id(value)] = value.to(fragment.pool.device)
+            moved[id(value)] = value.to(fragment.home.rest)
         return moved[id(value)]
 
     # these belong to steps that are undone
     while fragment.in_flight:
         transfer = fragment.in_flight.pop()
-        _arrival(transfer)
+        transfer.handle.wait()
         fragment.drop(transfer)
     state = {**_LATER, **state}
     for name in _OF_A_FRAGMENT:
@@ -80,7 +83,7 @@ def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
     """Wait until the transfers in flight have ended, here and thus in other regions, which may be about to save them."""
     for fragment in fragments:
         for transfer in fragment.in_flight:
-            _arrival(transfer)
+            transfer.handle.wait()
 
 
 @torch.no_grad()
@@ -96,9 +99,7 @@ def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
         for transfer in fragment.in_flight:
             transfer.is_own = takes_part
             if takes_part:
-                transfer.outer_grad = (
-                    None if transfer.outer_grad is None else torch.zeros_like(transfer.snapshot)
-                )
+                transfer.outer_grad = torch.zeros_like(transfer.snapshot)
 
 
 @torch.no_grad()
@@ -112,19 +113,76 @@ def begin_anew(fragments: Sequence[FragmentState]) -> None:
 @torch.no_grad()
 def take_global(fragment: FragmentState) -> None:
     """Give up the local params for the global ones, also for the transfers in flight when they land."""
-    fragment.local.show(fragment.global_params)
+    fragment.show(fragment.global_params)
     for transfer in fragment.in_flight:
-        fragment.local.gather(transfer.snapshot)
+        fragment.local.gather(transfer.snapshot, fragment.home)
 
 
-def _arrival(transfer: Transfer) -> Arrival:
-    transfer.awaited = True
-    return transfer.handle.wait()
+@dataclass(frozen=True)
+class Unsent:
+    """Inner steps of a fragment in no landed transfer: minus their sum, flat, and what was `trained` before them."""
+
+    outer_grad: Tensor
+    trained: Trained
+
+
+@torch.no_grad()
+def give_up(fragments: Sequence[FragmentState], merge: Merge) -> list[Unsent]:
+    """Drop all transfers in flight, because the others have gone on without this region; returns its unsent steps.
+
+    A transfer that has its mean has brought this region's steps to the others, and lands there; any other was sent again
+    without this region. Waiting for a handle cannot block: the link has failed.
+    """
+    kept = [_unsent(fragment, merge) for fragment in fragments]
+    for fragment in fragments:
+        while fragment.in_flight:
+            fragment.drop(fragment.in_flight.pop())
+    return kept
+
+
+def _unsent(fragment: FragmentState, merge: Merge) -> Unsent:
+    base, trained = fragment.base(), fragment.trained
+    snapshot, outer_grad, square = fragment.prepare(base)
+    fragment.home.settle()
+    # after a landing since their send, local params have the steps of other transfers, or no longer
+    has_them = base is fragment.global_params and merge.keeps_local_steps
+    for transfer in reversed(fragment.in_flight):
+        if _has_arrived(transfer):
+            break
+        trained = transfer.trained
+        if (
+            transfer.is_own
+            and not has_them
+            and transfer.square is not None
+            and transfer.outer_grad is not None
+        ):
+            outer_grad.add_(transfer.outer_grad)
+    fragment.home.give(snapshot)
+    return Unsent(outer_grad if math.isfinite(square) else outer_grad.zero_(), trained)
+
+
+def _has_arrived(transfer: Transfer) -> bool:
+    try:
+        transfer.handle.wait()
+    except LinkError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def bring_back(fragments: Sequence[FragmentState], kept: Sequence[Unsent]) -> None:
+    """Add the steps of `kept` to the local params, which are the global ones. The next sends carry them."""
+    for fragment, unsent in zip(fragments, kept, strict=True):
+        local = fragment.gather()
+        fragment.home.settle()
+        fragment.show(local.sub_(unsent.outer_grad))
+        fragment.home.give(local)
+        fragment.trained = unsent.trained
 
 
 def _saved(transfer: Transfer) -> dict[str, Any]:
     """A transfer and its result."""
-    arrival = _arrival(transfer)
+    arrival = transfer.handle.wait()
     return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
         "outer_grad": transfer.outer_grad,
         "mean": arrival.result.mean,
@@ -135,6 +193,7 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "square": arrival.square,
         "members": list(arrival.members),
         **{name: getattr(transfer, name) for name in _SAID_OF_A_TRANSFER},
+        "taken": None if transfer.taken is None else float(transfer.taken),
         "reference": transfer.ordinary.norm,
         "pace": transfer.ordinary.pace,
         "trained": list(transfer.trained),

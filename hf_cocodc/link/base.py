@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..parts.codecs.base import Conversation, Result
 from ..parts.guard import Verdict
-from ..parts.tensors.memory import Pool
+from ..parts.tensors.memory import Home
 from .records import Record, Trailer, Words
 from .stopping import StopAgreement
 
@@ -77,19 +77,19 @@ class MeanRequest:
         converse: begins a conversation of a codec about this region's outer gradient; called while training goes on, and once
             more for every further attempt. Each conversation starts from the same values.
         numel: length of the outer gradient.
-        trailer: returns this region's numbers, the same at every call; called while training goes on.
+        trailer: returns this region's numbers, the same at every call; called while training goes on, before `converse`.
         what: names the transfer in messages ("fragment 0 sent at step 100").
         judge: how much each region counts in the mean, from the trailers of all; equal in all regions. By default with the
             weight in its trailer.
-        then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
+        home: where the values rest, and on which device the link computes with them; the mean rests there, too.
     """
 
     converse: Callable[[], Conversation]
     numel: int
     trailer: Callable[[], Trailer]
     what: str
-    then: Callable[[Arrival], None] | None = None
     judge: Callable[[Sequence[Trailer]], Verdict] = as_they_say
+    home: Home = field(default_factory=Home)
 
 
 class Link(Protocol):
@@ -104,8 +104,6 @@ class Link(Protocol):
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
-    replicas: bool
-    """Whether several ranks of the region hold the same parameters (DDP)."""
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
 
@@ -161,16 +159,8 @@ class Link(Protocol):
         """Start the mean over the regions that a request asks for; returns at once."""
         ...
 
-    def bring_to(self, home: Pool) -> None:
-        """Place means in memory of `home` from now on; until this call they are on the host. Some links ignore the call."""
-        ...
-
-    def give(self, mean: Tensor) -> None:
-        """Return an arrival's mean to the pool; do not use it afterwards."""
-        ...
-
     def total(self, values: Tensor) -> Tensor:
-        """Sum of `values` (1-D fp64, host) over the lanes of this region."""
+        """Sum of `values` (1-D fp64, on any device) over the lanes of this region."""
         ...
 
     def clock(self) -> float:

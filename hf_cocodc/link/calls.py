@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LinkError, RegionLostError
 from ..net.view import UnderWay, View
-from ..parts.codecs.base import Message, Reply, Result
+from ..parts.codecs.base import Message, Reply
 from ..parts.guard import Verdict, believed
-from ..parts.tensors.memory import HOST, Pool, bring
-from ..parts.tensors.pieces import square
+from ..parts.tensors.memory import Buffers, Home, aside
+from ..parts.tensors.slices import longest, square
 from .base import Arrival, MeanRequest, drive
 from .exchange import Exchange
 from .records import Record, Trailer, checked, from_row, to_row
@@ -31,43 +30,12 @@ _AT_ONCE_S = 1e-3
 """Seconds within which the trailers of regions that are not late arrive, beside half a round trip."""
 
 
-class MeanMemory:
-    """The memory for means; from pinned memory a GPU copies faster. `buffers`: for payloads, and for means on the host."""
-
-    def __init__(self, pinned: bool = False) -> None:
-        self.buffers = Pool(pinned=pinned)
-        self._home = self.buffers
-        self._lent = WeakIdKeyDictionary()
-
-    def bring_to(self, home: Pool) -> None:
-        """See `Link.bring_to`."""
-        self._home = self.buffers if home.device == HOST else home
-
-    def give(self, mean: Tensor) -> None:
-        """See `Link.give`."""
-        # a mean that a codec made is not the link's memory: the pool would grow with every such mean
-        if self._lent.pop(mean, False):
-            self._home.give(mean)
-
-    def bring_home(self, result: Result, lent: bool) -> Result:
-        """The result, with its mean in memory of `bring_to`. `lent`: before this call the mean is in `buffers`."""
-        mean = result.mean
-        if self._home is not self.buffers:
-            mean = bring(result.mean, self._home)
-            if lent:
-                self.buffers.give(result.mean)
-            lent = True
-        if lent:
-            self._lent[mean] = True
-        return result._replace(mean=mean)
-
-
 class MeanCall:
-    """The mean that a request asks for; `run` does not call `MeanRequest.then`. `members`: in the order of the view."""
+    """The mean that a request asks for. `members`: in the order of the view; `buffers`: memory for payloads."""
 
-    def __init__(self, view: View, members: Sequence[int], request: MeanRequest, memory: MeanMemory) -> None:
+    def __init__(self, view: View, members: Sequence[int], request: MeanRequest, buffers: Buffers) -> None:
         self._view, self._members, self._request = view, tuple(members), request
-        self._memory = memory
+        self._buffers = buffers
         self._said: list[Exchange] = []
         self._bytes_before = 0
 
@@ -76,12 +44,15 @@ class MeanCall:
         return self._bytes_before + sum(exchange.bytes_sent for exchange in self._said)
 
     def run(self) -> Arrival:
-        view, what = self._view, self._request.what
+        with aside(self._request.home.device):
+            return self._run()
+
+    def _run(self) -> Arrival:
+        view, what, home = self._view, self._request.what, self._request.home
         row = to_row(self._request.trailer())
         began = time.perf_counter()
         trailers: tuple[Trailer, ...] = ()
         verdict = Verdict(())
-        reply = None
         swap = view.begin_swap(row, what)
 
         def wait(pending: Sequence[UnderWay]) -> None:
@@ -94,8 +65,8 @@ class MeanCall:
                 began = came - view.rtt_s / 2
 
         def exchange(message: Message) -> Reply:
-            nonlocal trailers, verdict, reply
-            exchanged = Exchange(view, message, self._memory.buffers, what)
+            nonlocal trailers, verdict
+            exchanged = Exchange(view, message, home, self._buffers, what)
             self._said = [exchanged]
             exchanged.begin()
             if not trailers:
@@ -107,10 +78,8 @@ class MeanCall:
             return reply
 
         result = drive(self._request.converse(), exchange)
+        sum_of_squares = believed(square_at(home, result.mean), verdict)
         ended = time.perf_counter()
-        sum_of_squares = believed(square(result.mean), verdict)
-        lent = reply is not None and reply.mean is result.mean
-        result = self._memory.bring_home(result, lent)
         return Arrival(
             result, trailers, self.bytes_sent, ended - began, sum_of_squares, self._members, ended_at=ended
         )
@@ -123,6 +92,12 @@ class MeanCall:
             if error.region != self._members[self._view.region]:
                 raise
             raise LinkError(f"this region's own numbers are wrong: {error}") from error
+
+
+def square_at(home: Home, mean: Tensor) -> float:
+    """The sum of squares of a mean, wherever it rests; called by whoever may wait for the device."""
+    parts = mean.split(longest(home.device)) if mean.device != home.device else (mean,)
+    return sum(float(square(home.visit(part))) for part in parts)
 
 
 class GatherCall:

@@ -16,8 +16,6 @@ from .calls import received
 from .log import Entry, Item, Marker, with_residuals
 from .records import Record, Trailer, from_row
 
-Bring = Callable[[Result, bool], Result]
-
 _MOST_BYTES = 1 << 30
 """Bytes of entries that may wait here for their calls. Later ones wait at the donor, which has a limit."""
 
@@ -160,18 +158,14 @@ class Following:
 class FollowedMean:
     """The handle of a mean whose result comes from the log."""
 
-    def __init__(self, asked: AwaitedCall, request: MeanRequest, bring: Bring) -> None:
-        self._asked, self._bring = asked, bring
-        self._then = request.then
-        self._numel, self._what = request.numel, request.what
+    def __init__(self, asked: AwaitedCall, request: MeanRequest) -> None:
+        self._asked = asked
+        self._numel, self._what, self._home = request.numel, request.what, request.home
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
         if self._arrival is None:
             self._arrival = self._of(self._asked.wait())
-            then, self._then = self._then, None
-            if then is not None:
-                then(self._arrival)
         return self._arrival
 
     def _of(self, entry: Entry) -> Arrival:
@@ -179,10 +173,9 @@ class FollowedMean:
             raise LinkError(
                 f"{self._what} has {self._numel} values here and {entry.values.numel()} in the other regions."
             )
-        mean = entry.values
+        mean = self._home.take(self._numel).copy_(entry.values)
         result = Result(mean, lambda: mean, with_residuals(entry.state))
-        brought = self._bring(result, False)
-        return Arrival(brought, _trailers_in(entry), 0, entry.seconds, entry.square, entry.members)
+        return Arrival(result, _trailers_in(entry), 0, entry.seconds, entry.square, entry.members)
 
 
 def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:

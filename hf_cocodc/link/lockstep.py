@@ -14,8 +14,7 @@ from torch import Tensor
 from ..errors import InputError, LinkError
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..parts.guard import Verdict, believed
-from ..parts.tensors.memory import Pool
-from ..parts.tensors.pieces import square
+from ..parts.tensors.slices import square
 from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
 from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
@@ -206,7 +205,6 @@ class LockstepLink(FixedMembers):
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
-        self.replicas = False
         self.agreement: StopAgreement | None = None
         self._broadcast_bytes = 0
         self._hub = hub
@@ -220,14 +218,9 @@ class LockstepLink(FixedMembers):
 
     def mean(self, request: MeanRequest) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        item = (request.converse(), request.trailer(), self.now, request.judge)
-        return _LockstepHandle(self, self._bring(request.what, item, resolve), request.then)
-
-    def bring_to(self, home: Pool) -> None:
-        """Means stay on the host."""
-
-    def give(self, mean: Tensor) -> None:
-        """This link keeps no memory for reuse."""
+        trailer = request.trailer()
+        item = (request.converse(), trailer, self.now, request.judge)
+        return _LockstepHandle(self, self._bring(request.what, item, resolve))
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -276,16 +269,12 @@ class LockstepLink(FixedMembers):
 
 
 class _LockstepHandle:
-    def __init__(self, link: LockstepLink, call: _Call, then: Callable[[Arrival], None] | None) -> None:
-        self._link, self._call, self._then = link, call, then
+    def __init__(self, link: LockstepLink, call: _Call) -> None:
+        self._link, self._call = link, call
 
     def wait(self) -> Arrival:
         arrival, arrives_at = self._link.answer(self._call)
         self._link.now = max(self._link.now, arrives_at)
-        # called once, and released: it may reference the previous transfer
-        then, self._then = self._then, None
-        if then is not None:
-            then(arrival)
         return arrival
 
 
@@ -327,7 +316,7 @@ def _mean_all(
             for region, message in enumerate(messages):
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
             replies = mean_of(messages, verdict.weights, verdict.divisor)
-    squares = [believed(square(result.mean), verdict) for result in results]
+    squares = [believed(float(square(result.mean)), verdict) for result in results]
     arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s, _ in brought), max(sent))
     ended_at = arrives_at if arrives_at else None
     members = tuple(range(num_regions))

@@ -19,6 +19,7 @@ from ..errors import LinkError
 from ..net.letters import Member
 from ..net.validation import Count
 from ..parts.codecs.base import CodecState
+from ..parts.tensors.memory import HOST
 from ..settings.regions import MOST_REGIONS
 from .records import ROW, to_row
 
@@ -123,7 +124,8 @@ def _with_each(state: CodecState, residual: Callable[[Any], Any]) -> CodecState:
 
 def rows_of(records: Sequence[tuple]) -> Tensor:
     """Records as rows, in order: (number of records, ROW) fp64."""
-    return torch.stack([to_row(record) for record in records]) if records else torch.zeros(0, ROW).double()
+    rows = [to_row(record) for record in records]
+    return torch.stack(rows) if rows else torch.zeros(0, ROW, dtype=torch.float64, device=HOST)
 
 
 def to_plain(item: Item) -> dict[str, Any]:

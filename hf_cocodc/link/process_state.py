@@ -39,6 +39,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def _random_state() -> tuple:
+    """The last is None before CUDA has started: it has only a seed then, torch's own, as torch.manual_seed gives it to both."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda
 
@@ -49,6 +50,8 @@ def _set_random_state(state: tuple) -> None:
     numpy.random.set_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state_all(state[3])
+    elif torch.cuda.is_available():  # another region may have started or seeded it since
+        torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def _gradient_state() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parts.codecs.base import Result
-from ..parts.tensors.memory import HOST, Pool
+from ..parts.tensors.memory import HOST, Home
 from .base import Arrival, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import ROW, Record, Trailer, from_row, to_row
@@ -52,7 +52,7 @@ class SharedLink:
         self.timing = "measured"
         self._link = leader_link
         self.agreement: StopAgreement | None = None
-        self._device, self._home = device, HOST
+        self._device = device
         self._group = group
 
     @property
@@ -91,15 +91,6 @@ class SharedLink:
     def mean(self, request: MeanRequest) -> Handle:
         handle = None if self._link is None else self._link.mean(request)
         return _SharedHandle(self, handle, request)
-
-    def bring_to(self, home: Pool) -> None:
-        self._home = home.device
-        if self._link is not None:
-            self._link.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        if self._link is not None:
-            self._link.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -161,15 +152,15 @@ class SharedLink:
         """On the leader: give the mean to every rank of the region."""
         self._broadcast(mean.to(self._device))
 
-    def receive(self, numel: int) -> Tensor:
+    def receive(self, numel: int, home: Home) -> Tensor:
         """On the other ranks: the mean that the leader hands out."""
-        return self._broadcast(torch.empty(numel, dtype=torch.float32, device=self._device)).to(self._home)
+        return self._broadcast(torch.empty(numel, dtype=torch.float32, device=self._device)).to(home.rest)
 
     def share_records(
         self, kind: type[Record], records: Sequence[Record], regions: Sequence[int]
     ) -> tuple[Record, ...]:
         """The leader's records, one for each of these regions, on every rank."""
-        rows = torch.zeros(len(regions), ROW, dtype=torch.float64)
+        rows = torch.zeros(len(regions), ROW, dtype=torch.float64, device=HOST)
         for row, record in zip(rows, records, strict=False):  # the other ranks have none
             row.copy_(to_row(record))
         rows_by_region = zip(regions, self.share(rows), strict=True)
@@ -188,16 +179,12 @@ class SharedLink:
 class _SharedHandle:
     def __init__(self, shared: SharedLink, handle: Handle | None, request: MeanRequest) -> None:
         self._shared, self._handle = shared, handle
-        self._numel, self._what = request.numel, request.what
-        self._then = request.then if handle is None else None  # the leader's link calls it there
+        self._numel, self._what, self._home = request.numel, request.what, request.home
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
         if self._arrival is None:
             self._arrival = self._receive()
-            then, self._then = self._then, None
-            if then is not None:
-                then(self._arrival)
         return self._arrival
 
     def _receive(self) -> Arrival:
@@ -205,11 +192,11 @@ class _SharedHandle:
         members, changes = self._shared.of_mean
         if arrival is not None:
             self._shared.hand_out(arrival.result.mean)
-            self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
+            self._shared.share(torch.tensor([arrival.square], dtype=torch.float64, device=HOST))
             self._shared.share_records(Trailer, arrival.trailers, members)
             return arrival
-        mean = self._shared.receive(self._numel)
-        square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
+        mean = self._shared.receive(self._numel, self._home)
+        square = float(self._shared.share(torch.empty(1, dtype=torch.float64, device=HOST)))
         trailers = self._shared.share_records(Trailer, (), members)
         return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square, members, changes)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
+from ..parts.tensors.memory import HOST
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ ROW = 20
 def to_row(record: tuple) -> Tensor:
     """The record as a row: (ROW,) fp64."""
     numbers = [_mark(type(record)), *map(float, record)]
-    return torch.tensor(numbers + [0.0] * (ROW - len(numbers)), dtype=torch.float64)
+    return torch.tensor(numbers + [0.0] * (ROW - len(numbers)), dtype=torch.float64, device=HOST)
 
 
 def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
@@ -122,7 +123,6 @@ class Trailer(NamedTuple):
         compression: share of its full rank that the codec uses for the fragment.
         loss, ending, saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
-        layout: checksum of the names and shapes of the parameters that the region wants to synchronize; -1 if unknown.
         knows: number of the newest change of the members that the region knows (`Link.knows`).
         norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
         carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.
@@ -141,7 +141,6 @@ class Trailer(NamedTuple):
     ending: Ending = Ending.NO
     saved_at: int = 0
     round_lr: float = 0.0
-    layout: int = -1
     knows: int = 0
     norm: float = 0.0
     carried: float = 0.0
@@ -190,7 +189,7 @@ _LENGTH: tuple[Callable[[Any], bool], str] = (
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fragment": _whole(-1, 31),
     **dict.fromkeys(("inner_step", "saved_at", "knows"), _COUNT),
-    **dict.fromkeys(("digest", "layout"), _whole(-1, 32)),
+    "digest": _whole(-1, 32),
     "trained_at": _whole(-1, 53),
     **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm", "carried"), _LENGTH),
     "compression": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),

@@ -53,11 +53,12 @@ from ..net.recovery import Liveness
 from ..net.view import View
 from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState
-from ..parts.tensors.memory import Pool
+from ..parts.tensors.flat import moved
+from ..parts.tensors.memory import HOST, Buffers, Home, aside
 from ..threads import NativeThread, at_rest
 from . import rules
 from .base import Arrival, Handle, Link, MeanRequest, T
-from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
+from .calls import BroadcastCall, GatherCall, MeanCall
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .pending import Attempt, InHand, Make, Pending
@@ -93,7 +94,6 @@ class TcpLink:
     """
 
     lane, num_lanes = 0, 1
-    replicas = False
     timing = "measured"
 
     def __init__(
@@ -105,7 +105,6 @@ class TcpLink:
         *,
         timeout_s: float = 120.0,
         wait_s: float = math.inf,
-        pin_memory: bool = False,
     ) -> None:
         self.wait_s = wait_s
         self.agreement: StopAgreement | None = None
@@ -115,7 +114,7 @@ class TcpLink:
         self.landed_at = 0.0
         self.on: Callable[[ToRegion], None] = lambda message: None
         self.terms, self._compared, self._timeout_s = terms, compared, timeout_s
-        self._memory = MeanMemory(pin_memory)
+        self._buffers: dict[torch.device, Buffers] = {}
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
         self._notes: dict[int, str] = {}
@@ -215,12 +214,6 @@ class TcpLink:
     def takes_part(self) -> bool:
         return self._part.standing not in (Standing.JOINING, Standing.FOLLOWING)
 
-    def bring_to(self, home: Pool) -> None:
-        self._memory.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        self._memory.give(mean)
-
     def total(self, values: Tensor) -> Tensor:
         return values
 
@@ -237,21 +230,23 @@ class TcpLink:
     def mean(self, request: MeanRequest) -> Handle:
         log = self._log_to_ask()
         if log is not None:
-            return FollowedMean(log.ask("mean", request.what), request, self._memory.bring_home)
+            return FollowedMean(log.ask("mean", request.what), request)
 
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
-            return MeanCall(view, regions, request, self._memory)
+            return MeanCall(view, regions, request, self._payload_buffers(request.home))
 
         def finish(pending: Pending, attempted: Arrival) -> Arrival:
             sent = attempted.bytes_sent + pending.void_bytes
             arrival = attempted._replace(bytes_sent=sent, changes=pending.done.changes)
             mean, state = arrival.result.mean, arrival.result.state
             self._write(pending, "mean", arrival.trailers, mean, state, arrival.seconds, arrival.square)
-            if request.then is not None:
-                request.then(arrival)
             return arrival
 
         return self._submit(request.what, make, finish)
+
+    def _payload_buffers(self, home: Home) -> Buffers:
+        """Memory on the host for the payloads of values that are computed with there."""
+        return self._buffers.setdefault(home.device, Buffers(HOST, home.device))
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         if self.standing is Standing.JOINING:
@@ -291,7 +286,7 @@ class TcpLink:
             return GatherCall(view, regions, record, what)
 
         def finish(pending: Pending, records: tuple[Record, ...]) -> tuple[Record, ...]:
-            self._write(pending, "gather", records, torch.empty(0), {})
+            self._write(pending, "gather", records, torch.empty(0, device=HOST), {})
             return records
 
         pending = self._submit(what, make, finish)
@@ -596,7 +591,7 @@ class TcpLink:
             if self.is_elastic:
                 view, what = hand.view, hand.pending.what
                 assert view is not None
-                view.wait(view.begin_swap(torch.ones(1), what).pending, what, may_be_late=True)
+                view.wait(view.begin_swap(torch.ones(1, device=HOST), what).pending, what, may_be_late=True)
                 self._feed(rules.AllHeld(begin.number, begin.losses))
         except RegionLostError as error:
             missed = [each for each in begin.parties if each.region == error.region and each != self.me]
@@ -973,9 +968,11 @@ class TcpLink:
         """Write the result of a call to the log."""
 
         def make() -> Entry:
-            kept = values.to("cpu", copy=True)  # the engine overwrites the mean
+            with aside(values.device):
+                kept = values.to(HOST, copy=True)  # the engine overwrites the mean
+                known = moved(drop_residuals(state), HOST)
             header = pending.done.number, kind, pending.what, pending.parties
-            return Entry(*header, rows_of(records), kept, drop_residuals(state), seconds, square)
+            return Entry(*header, rows_of(records), kept, known, seconds, square)
 
         self._sinks.write(make, pending.done.number)
 

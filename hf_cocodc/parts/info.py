@@ -1,46 +1,59 @@
 """The facts of a landing that outer transforms and merges can use."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from .tensors.memory import Home
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterInfo:
     """Facts of one transfer that an outer transform can use; each transform reads only the facts it needs.
 
-    Flat tensors are fp32, have the fragment's length, and are on the device of the outer state. A transform must not write to
-    them. `global_params` is valid only while the transforms begin; later the outer step may overwrite it.
+    Flat tensors are fp32 and have the fragment's length. They are where the outer state rests (`home`), and a transform must not
+    write to them.
 
     Attributes:
         fragment: index of the fragment.
-        cut: cuts a flat tensor of this fragment into pieces; a step works on one piece at a time.
         round_lr: mean inner learning rate of the steps that made the outer gradient: the maximum over the regions that count.
         global_at_send: global params of the fragment at the send.
         global_params: global params of the fragment before this outer step.
+        home: where flat tensors rest, and on which device the step computes.
         total: sums numbers (1-D fp64) over the ranks that hold shards of the fragment, for norms of whole tensors.
 
-    For transforms with `regions_agree=False` only, because each region has its own, and no memory keeps them for others:
+    For transforms with `regions_agree=False` only, because each region has its own:
 
     Attributes:
-        own_share: this region's share in the mean, w / sum of w over the regions that took part; 1 / M if all count alike.
-        taken_share: the share with which the landing before this one has put `own_outer_grad` into the global params.
-        fresh_share: the share with which `fresh_outer_grad` counts: `own_share`, or less if it is far larger than ordinary.
-        own_outer_grad: outer gradient of this region at the send, global params minus local params.
-        fresh_outer_grad: the current global params minus the current local params.
+        taken_share: the share with which the landing before this one has put this region's outer gradient of the send into the
+            global params; by default its share in the mean, w / sum of w over the regions that took part.
+        fresh_share: the share with which its fresh outer gradient counts: that of the mean, or less if it is far larger than
+            ordinary. A number, or a scalar on the device.
     """
 
     fragment: int
-    cut: Callable[[Tensor], Sequence[Tensor]]
     round_lr: float
     global_at_send: Tensor
     global_params: Tensor
+    home: Home = field(default_factory=Home)
     total: Callable[[Tensor], Tensor] = lambda values: values
-    own_share: float = 0.0
-    taken_share: float = 0.0
-    fresh_share: float = 0.0
+    taken_share: Tensor | float = 0.0
+    fresh_share: Tensor | float = 0.0
+
+
+class OuterSlice(NamedTuple):
+    """A slice of a fragment on the device, for an outer transform.
+
+    Attributes:
+        state: the tensors of the transform's state, here. A step may write to those that have the fragment's length.
+        own_outer_grad: outer gradient of this region at the send, global params minus local params. This one and the next are
+            only for transforms with `regions_agree=False`.
+        fresh_outer_grad: the present global params minus the present local params.
+    """
+
+    state: dict[str, Any]
     own_outer_grad: Tensor | None = None
     fresh_outer_grad: Tensor | None = None
 
@@ -66,23 +79,19 @@ class MergeInfo:
         return self.landed_at - self.sent_at
 
 
-class Piece(NamedTuple):
-    """A stretch of a fragment, short enough for the cache. A merge computes new local params for one piece at a time.
+class MergeSlice(NamedTuple):
+    """A slice of a fragment on the device. A merge makes new local params of it; it writes to none of these tensors.
 
     Attributes:
-        local: current local params, possibly the model's own memory. A merge that writes here must leave the new local params.
-        new_global: global params after this landing. Read-only.
-        snapshot: local params at the send. A merge may overwrite it.
-        room: scratch memory of the same length, with undefined values.
-        sizes: number of values in this piece, for each parameter that has values in it.
-        norms: for each of these parameters, the two norms over the whole parameter that `Merge.measure` asks for.
-        numels: for each of these parameters, the number of values in the whole parameter.
+        local: current local params.
+        new_global: global params after this landing.
+        snapshot: local params at the send.
+        sizes: number of values in this slice, for each parameter that has values in it.
+        scales: for each of these parameters, what `Merge.scales` has made of the norms: scalars on the device.
     """
 
     local: Tensor
     new_global: Tensor
     snapshot: Tensor
-    room: Tensor
-    sizes: Sequence[int]
-    norms: Sequence[tuple[float, float]] = ()
-    numels: Sequence[float] = ()
+    sizes: Sequence[int] = ()
+    scales: Sequence[Tensor] = ()

@@ -8,41 +8,44 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import demands
-from .info import MergeInfo, Piece
+from .codecs.base import exactly
+from .info import MergeInfo, MergeSlice
 
 _MAX_CURVATURE = 10.0
 """Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
 
 
 class Merge(NamedTuple):
-    """Computes the new local params from the new global params, piece by piece.
+    """Computes the new local params from the new global params, slice by slice.
 
     Attributes:
-        apply: (piece, info) -> new local params of the piece, element by element. May write to `local`, `snapshot` and `room`.
+        apply: (slice, info) -> new local params of the slice, element by element.
         keeps_local_steps: whether the result contains the inner steps made since the send, so that a run that ends after the
             landing must still send them.
         reads_local: whether the result depends on the local params. If not, the result is the new global params.
-        measure: (piece, info) -> two tensors, stored in `snapshot` and `room` of the piece. The engine calls it for all pieces
-            before the first `apply`, which finds the two tensors there, and their norms for each parameter in `Piece.norms`;
-            the content of `local` is undefined by then. None if `apply` needs no norms.
+        measure: (slice, info) -> two tensors. The engine calls it for all slices before the first `apply`, and gives the norms
+            of both for each parameter, over all ranks that hold shards of it, to `scales`. None if `apply` needs no norms.
+        scales: (norms of the first, of the second, numbers of values), each 1-D fp64 over the parameters -> a number for each
+            parameter, likewise. `apply` finds them in `MergeSlice.scales`.
         reads_lr: whether the result depends on `MergeInfo.flight_lr`.
     """
 
-    apply: Callable[[Piece, MergeInfo], Tensor]
+    apply: Callable[[MergeSlice, MergeInfo], Tensor]
     keeps_local_steps: bool
     reads_local: bool = True
-    measure: Callable[[Piece, MergeInfo], tuple[Tensor, Tensor]] | None = None
+    measure: Callable[[MergeSlice, MergeInfo], tuple[Tensor, Tensor]] | None = None
+    scales: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     reads_lr: bool = False
 
 
 def replace() -> Merge:
     """theta <- Theta (DiLoCo, 2311.08105).
 
-    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
-    >>> replace().apply(piece, None)
+    >>> here = MergeSlice(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]))
+    >>> replace().apply(here, None)
     tensor([3.])
     """
-    return Merge(lambda piece, info: piece.new_global, keeps_local_steps=False, reads_local=False)
+    return Merge(lambda here, info: here.new_global, keeps_local_steps=False, reads_local=False)
 
 
 def follow() -> Merge:
@@ -51,12 +54,12 @@ def follow() -> Merge:
     Its own steps are measured from the snapshot, for example the global params before the landing, and stay in its next outer
     gradient. A region without own steps takes the global params, bit for bit.
 
-    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
-    >>> follow().apply(piece, None)
+    >>> here = MergeSlice(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]))
+    >>> follow().apply(here, None)
     tensor([2.])
     """
     return Merge(
-        lambda piece, info: piece.local.sub_(piece.snapshot).add_(piece.new_global), keeps_local_steps=True
+        lambda here, info: (here.local - here.snapshot).add_(here.new_global), keeps_local_steps=True
     )
 
 
@@ -69,8 +72,8 @@ def mix(alpha: float) -> Merge:
     Raises:
         InputError: alpha is outside [0, 1].
 
-    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
-    >>> mix(0.25).apply(piece, None)
+    >>> here = MergeSlice(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]))
+    >>> mix(0.25).apply(here, None)
     tensor([2.5000])
     """
     if not 0 <= alpha <= 1:
@@ -80,9 +83,9 @@ def mix(alpha: float) -> Merge:
     if alpha == 0:
         return replace()
     if alpha == 1:  # the formula would give NaN if Theta is infinite
-        return Merge(lambda piece, info: piece.local, keeps_local_steps=True)
+        return Merge(lambda here, info: here.local, keeps_local_steps=True)
     return Merge(
-        lambda piece, info: piece.local.mul_(alpha).add_(piece.new_global, alpha=1 - alpha),
+        lambda here, info: (here.local * alpha).add_(here.new_global, alpha=1 - alpha),
         keeps_local_steps=True,
     )
 
@@ -120,38 +123,39 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
             f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."
         )
 
-    def additive(piece: Piece, info: MergeInfo) -> Tensor:
-        return piece.local.sub_(piece.snapshot).add_(piece.new_global) if info.staleness else piece.new_global
+    def additive(here: MergeSlice, info: MergeInfo) -> Tensor:
+        return (here.local - here.snapshot).add_(here.new_global) if info.staleness else here.new_global
 
-    def terms(piece: Piece, info: MergeInfo) -> tuple[Tensor, Tensor]:
-        """Compute u and u u D."""
-        curvature = torch.sub(piece.new_global, piece.snapshot, out=piece.room)
-        update = torch.sub(piece.snapshot, piece.local, out=piece.snapshot).div_(max(info.staleness, 1))
-        return update, curvature.mul_(update).mul_(update)
+    def terms(here: MergeSlice, info: MergeInfo) -> tuple[Tensor, Tensor]:
+        """u and u u D."""
+        update = (here.snapshot - here.local).div_(exactly(max(info.staleness, 1), here.local))
+        return update, (here.new_global - here.snapshot).mul_(update).mul_(update)
 
-    def joined(update: Tensor, curvature: Tensor, piece: Piece, info: MergeInfo) -> Tensor:
-        return torch.sub(piece.new_global, update.add_(curvature), alpha=info.staleness, out=piece.local)
+    def joined(update: Tensor, curvature: Tensor, here: MergeSlice, info: MergeInfo) -> Tensor:
+        return torch.sub(here.new_global, update.add_(curvature), alpha=info.staleness)
 
-    def scaled(piece: Piece, info: MergeInfo) -> Tensor:
+    def scaled(here: MergeSlice, info: MergeInfo) -> Tensor:
         factor = strength if mode == "fixed" else strength / info.flight_lr if info.flight_lr else 0.0
         if not info.staleness or not factor:
-            return additive(piece, info)
-        update, curvature = terms(piece, info)
-        return joined(update, curvature.mul_(factor), piece, info)
+            return additive(here, info)
+        update, curvature = terms(here, info)
+        return joined(update, curvature.mul_(factor), here, info)
 
-    def adapted(piece: Piece, info: MergeInfo) -> Tensor:
+    def adapted(here: MergeSlice, info: MergeInfo) -> Tensor:
         if not info.staleness:
-            return piece.new_global
-        update, curvature = piece.snapshot, piece.room
-        measured = zip(curvature.split_with_sizes(piece.sizes), piece.norms, piece.numels, strict=True)
-        for term, (wanted, length), numel in measured:
-            term *= min(strength * wanted / length, _MAX_CURVATURE * numel / wanted**2) if length else 0.0
-        return joined(update, curvature, piece, info)
+            return here.new_global
+        update, curvature = terms(here, info)
+        torch._foreach_mul_(list(curvature.split_with_sizes(here.sizes)), list(here.scales))
+        return joined(update, curvature, here, info)
+
+    def scales(updates: Tensor, curvatures: Tensor, numels: Tensor) -> Tensor:
+        wanted = torch.minimum(strength * updates / curvatures, _MAX_CURVATURE * numels / updates.square())
+        return torch.where(curvatures > 0, wanted, 0.0)
 
     if mode == "additive" or strength == 0:
         return Merge(additive, keeps_local_steps=True)
     if mode == "adaptive":
-        return Merge(adapted, keeps_local_steps=True, measure=terms)
+        return Merge(adapted, keeps_local_steps=True, measure=terms, scales=scales)
     return Merge(scaled, keeps_local_steps=True, reads_lr=mode == "lr_normalized")
 
 
@@ -159,8 +163,8 @@ def additive() -> Merge:
     """theta <- Theta + (theta - snapshot): add the steps made during the transfer to the new global params.
 
     >>> from types import SimpleNamespace
-    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
-    >>> additive().apply(piece, SimpleNamespace(staleness=5))
+    >>> here = MergeSlice(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]))
+    >>> additive().apply(here, SimpleNamespace(staleness=5))
     tensor([2.])
     """
     return compensate_delay("additive")

@@ -1,8 +1,8 @@
 """The outer optimizer, built from transforms of the mean outer gradient.
 
 A transform is a pair of functions, and `chain` applies several transforms in order. The engine subtracts the result from the
-global params. All tensors are flat fp32 and have the length of one fragment. All operations on them are element-wise: the
-engine takes one piece through the whole chain before the next piece, and reads each value from memory once.
+global params. All operations on flat tensors are element-wise: the engine takes one slice of a fragment through the whole chain
+before the next one.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .info import OuterInfo
-from .tensors.pieces import norms, square_of_difference
+from .info import OuterInfo, OuterSlice
+from .tensors.memory import Home
+from .tensors.slices import longest, square
 
 OuterState = dict[str, Any]
 """Outer state of a fragment: tensors and numbers, nested by the names given to `chain`. Checkpoints save it."""
 
-Step = Callable[[Tensor, int], Tensor]
-"""(piece of the outer gradient, index of the piece in `OuterInfo.cut`) -> the transformed piece.
+Step = Callable[[Tensor, OuterSlice], Tensor]
+"""(slice of the outer gradient, what else there is of it) -> the transformed slice.
 
-The engine calls it once for each piece, in any order and from several threads. It owns the given piece and the same piece of
-its state's tensors, and may write to both. Its result must not share memory with its state.
+The engine calls it once for each slice, in order. It owns the given slice, and may write to it and to the state's tensors. Its
+result must not share memory with the state.
 """
 
 
@@ -30,20 +31,18 @@ class OuterTransform(NamedTuple):
 
     Attributes:
         init: global params of a fragment (flat fp32) -> first state. Called once, before the first send.
-        begin: (state, info) -> (step, next state). Called once per landing. Computes the numbers that hold for the whole
-            fragment, and returns the step for its elements. Must keep the tensors of the state; the step may write to them.
+        begin: (state, info) -> (step, next state). Called once per landing, in the training thread. Computes what holds for
+            the whole fragment, without reading a value of the device, and returns the step for its elements. Must keep the
+            state's tensors of the fragment's length; the step writes to them.
         regions_agree: whether equal mean outer gradients give equal results in all regions. If not, the global params differ
             between regions, and are averaged for evaluation, for export and at the end of training. Such a transform may read
-            local params, so the training thread takes its step at the landing.
-        asks_region: whether `begin` needs `total` or `round_lr`, which the ranks of a sharded region settle together. Such a
-            step is not taken before the landing if the region has several lanes.
+            local params.
         reads_lr: whether `begin` needs `round_lr`.
     """
 
     init: Callable[[Tensor], OuterState]
     begin: Callable[[OuterState, OuterInfo], tuple[Step, OuterState]]
     regions_agree: bool = True
-    asks_region: bool = False
     reads_lr: bool = False
 
 
@@ -60,11 +59,10 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         begun = {name: transform.begin(state[name], info) for name, transform in transforms.items()}
-        steps = [step for step, _ in begun.values()]
 
-        def step(grad: Tensor, index: int) -> Tensor:
-            for each in steps:
-                grad = each(grad, index)
+        def step(grad: Tensor, here: OuterSlice) -> Tensor:
+            for name, (each, _) in begun.items():
+                grad = each(grad, here._replace(state=here.state[name]))
             return grad
 
         return step, {name: new_state for name, (_, new_state) in begun.items()}
@@ -74,7 +72,6 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
         init,
         begin,
         regions_agree=all(part.regions_agree for part in parts),
-        asks_region=any(part.asks_region for part in parts),
         reads_lr=any(part.reads_lr for part in parts),
     )
 
@@ -83,15 +80,15 @@ def scale(factor: float | Callable[[OuterInfo], float]) -> OuterTransform:
     """g <- factor g, a number or a function called at each landing. With the outer learning rate: plain SGD.
 
     >>> step, _ = scale(0.7).begin({}, None)
-    >>> step(torch.tensor([1.0, -2.0]), 0)
+    >>> step(torch.tensor([1.0, -2.0]), OuterSlice({}))
     tensor([ 0.7000, -1.4000])
     """
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         chosen = factor(info) if callable(factor) else factor
-        return lambda grad, index: grad.mul_(chosen), state
+        return lambda grad, here: grad.mul_(chosen), state
 
-    return OuterTransform(lambda flat: {}, begin, asks_region=callable(factor), reads_lr=callable(factor))
+    return OuterTransform(lambda flat: {}, begin, reads_lr=callable(factor))
 
 
 def nesterov(momentum: float) -> OuterTransform:
@@ -101,27 +98,19 @@ def nesterov(momentum: float) -> OuterTransform:
 
         buf <- mu buf + g ;  g <- g + mu buf          buf = 0 before the first landing
 
-    >>> from types import SimpleNamespace
-    >>> transform, info = nesterov(0.9), SimpleNamespace(cut=lambda flat: [flat])
-    >>> step, state = transform.begin(transform.init(torch.zeros(2)), info)
-    >>> step(torch.tensor([1.0, -2.0]), 0)
+    >>> transform = nesterov(0.9)
+    >>> step, state = transform.begin(transform.init(torch.zeros(2)), None)
+    >>> step(torch.tensor([1.0, -2.0]), OuterSlice(state))
     tensor([ 1.9000, -3.8000])
-    >>> step, state = transform.begin(state, info)
-    >>> step(torch.tensor([1.0, -2.0]), 0)
+    >>> step(torch.tensor([1.0, -2.0]), OuterSlice(state))
     tensor([ 2.7100, -5.4200])
     """
 
-    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
-        buffers = info.cut(state["buffer"])
+    def step(grad: Tensor, here: OuterSlice) -> Tensor:
+        buffer = torch.add(grad, here.state["buffer"], alpha=momentum, out=here.state["buffer"])
+        return grad.add_(buffer, alpha=momentum)
 
-        def step(grad: Tensor, index: int) -> Tensor:
-            buffer = buffers[index]
-            torch.add(grad, buffer, alpha=momentum, out=buffer)
-            return grad.add_(buffer, alpha=momentum)
-
-        return step, state
-
-    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, begin)
+    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, lambda state, info: (step, state))
 
 
 def momentum(beta: float, clip: float | None = None) -> OuterTransform:
@@ -132,19 +121,13 @@ def momentum(beta: float, clip: float | None = None) -> OuterTransform:
         clip: phi; None means no clipping.
     """
 
-    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
-        buffers = info.cut(state["buffer"])
+    def step(grad: Tensor, here: OuterSlice) -> Tensor:
+        buffer = torch.add(grad, here.state["buffer"], alpha=beta, out=here.state["buffer"])
+        if clip is not None:
+            buffer.clamp_(-clip, clip)
+        return grad.copy_(buffer)
 
-        def step(grad: Tensor, index: int) -> Tensor:
-            buffer = buffers[index]
-            torch.add(grad, buffer, alpha=beta, out=buffer)
-            if clip is not None:
-                buffer.clamp_(-clip, clip)
-            return grad.copy_(buffer)
-
-        return step, state
-
-    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, begin)
+    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, lambda state, info: (step, state))
 
 
 def staleness_penalty(constant: float | None = None) -> OuterTransform:
@@ -162,18 +145,21 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
         constant: a fixed Lambda, as in the authors' code; None means the measured Lambda.
     """
 
+    def init(flat: Tensor) -> OuterState:
+        return {name: flat.new_zeros((), dtype=torch.float64) for name in ("count", "mean_gap")}
+
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
-        [gap] = norms([square_of_difference(info.global_params, info.global_at_send)], info.total)
-        if not gap:
-            return lambda grad, index: grad, state
-        count = state["count"] + 1
-        mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
-        penalty = min(max(1 + gap / mean_gap, 1.0), 10.0)
-        return lambda grad, index: grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
+        gaps = square_of_difference(info.global_params, info.global_at_send, info.home).view(1)
+        [gap] = info.total(gaps).sqrt().unbind()
+        count, mean_gap = (info.home.visit(state[name]) for name in ("count", "mean_gap"))
+        count = count + (gap > 0)
+        mean_gap = torch.where(gap > 0, mean_gap + (gap - mean_gap) / count, mean_gap)
+        penalty = torch.where(gap > 0, (1 + gap / mean_gap).clamp(1.0, 10.0), 1.0)
+        return lambda grad, here: grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
 
     if constant is not None:
         return scale(1 / constant)
-    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, begin, asks_region=True)
+    return OuterTransform(init, begin)
 
 
 def eager() -> OuterTransform:
@@ -186,14 +172,19 @@ def eager() -> OuterTransform:
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         taken, share = info.taken_share, info.fresh_share
-        own, now = info.own_outer_grad, info.fresh_outer_grad
-        assert own is not None and now is not None, "the transform says that regions do not agree"
-        stale, fresh = info.cut(own), info.cut(now)
 
-        def step(grad: Tensor, index: int) -> Tensor:
+        def step(grad: Tensor, here: OuterSlice) -> Tensor:
+            stale, fresh = here.own_outer_grad, here.fresh_outer_grad
+            assert stale is not None and fresh is not None, "the transform says that regions do not agree"
             # subtract first: a single region then gets exactly its fresh outer gradient, bit for bit
-            return grad.sub_(stale[index], alpha=taken).add_(fresh[index], alpha=share)
+            return grad.sub_(stale * taken).add_(fresh * share)
 
         return step, state
 
     return OuterTransform(lambda flat: {}, begin, regions_agree=False)
+
+
+def square_of_difference(one: Tensor, other: Tensor, home: Home) -> Tensor:
+    """Sum of squares of `one - other`, both flat and at rest: an fp64 scalar on the device."""
+    pairs = zip(*(each.split(longest(home.device)) for each in (one, other)), strict=True)
+    return torch.stack([square(home.visit(a) - home.visit(b)) for a, b in pairs]).sum()

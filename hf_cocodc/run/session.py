@@ -125,7 +125,6 @@ class RegionContext:
         name: of the run.
         compared: what this region tells the others of itself.
         host: address of this machine that the others reach.
-        pin_memory: see `TcpLink`.
         keys: of the run's secret; None if there is none.
         largest_base: bytes that a base of this model has at most.
         num_lanes: lanes of this region, which share the rate limit.
@@ -137,7 +136,6 @@ class RegionContext:
     name: str
     compared: Mapping[str, Any]
     host: str
-    pin_memory: bool
     keys: Keys | None = None
     largest_base: int = 1 << 50
     num_lanes: int = 1
@@ -219,7 +217,6 @@ class RegionContext:
             self.compared,
             timeout_s=self.regions.timeout_s,
             wait_s=math.inf if wait_s is None else wait_s,
-            pin_memory=self.pin_memory,
         )
 
 

@@ -1,16 +1,20 @@
 """Split one `accelerate launch` into several regions."""
 
+import logging
 import os
 import socket
 
 import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
 
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
 from ..errors import InputError
 from ..net.addresses import free_port
-from ..parts.tensors.pieces import REGIONS_HERE
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig
+from .gpus import VISIBLE, shares, sharing, visible
+
+logger = logging.getLogger(__name__)
 
 _KEY = "hf_cocodc/split"
 
@@ -20,7 +24,7 @@ def split_world(num_regions: int) -> int:
 
     Call it at the very start of the script, before an Accelerator or TrainingArguments exists. It rewrites the environment
     that torchrun set and makes every region a world of its own. Consecutive ranks form a region. Rank 0 serves their
-    coordinator.
+    coordinator. Regions share the GPUs of a machine that has fewer GPUs than processes.
 
     Raises:
         InputError: no launcher started this process, or the number of processes is not a multiple of `num_regions`.
@@ -62,13 +66,15 @@ def split_world(num_regions: int) -> int:
     local_rank, local_size = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
     if (
         local_size > size
-    ):  # several regions share this machine: each sees only its own devices, counted from 0
-        first = local_rank // size * size
-        devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size)))).split(",")
-        if len(devices) >= local_size:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + size])
+    ):  # several regions are on this machine: each sees only its own devices, counted from 0
+        here = local_size // size
+        gpus = [] if parse_flag_from_env("ACCELERATE_USE_CPU") else visible()
+        if len(gpus) >= size:  # otherwise torch says which rank of a region has none
+            env[VISIBLE] = ",".join(shares(gpus, here, size)[local_rank // size])
+            shared = sharing(len(gpus), here, size)
+            if shared is not None and local_rank == 0:
+                logger.warning(shared)
         env.update(LOCAL_RANK=str(local_rank % size), LOCAL_WORLD_SIZE=str(size))
-        env[REGIONS_HERE] = str(local_size // size)
     env.update(
         RANK=str(rank_in_region),
         WORLD_SIZE=str(size),

@@ -1,17 +1,23 @@
 """What we support of a region, as `accelerate launch` has set it up, and of its model."""
 
+import weakref
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.watch import refuse_complex
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..parts.codecs import has_radial, has_rank
-from ..parts.tensors.memory import HOST
+from ..parts.tensors.flat import local_shard
+from ..parts.tensors.memory import HOST, Home
 from ..resolve import from_config
 from ..settings import OuterConfig
+from ..settings.outer import AUTO
 
 
 def refuse_unsupported(
@@ -26,8 +32,11 @@ def refuse_unsupported(
             "they would stop at different steps. Use outer.on_nonfinite=restart."
         )
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            refuse_complex(name, param)
+        if param.requires_grad and param.is_complex():
+            raise InputError(
+                f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
+                "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
+            )
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:
@@ -49,10 +58,23 @@ def refuse_unsupported(
         )
 
 
-def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
-    """The device of the outer state."""
-    params = (param for param in model.parameters() if param.requires_grad)
-    return next((param.device for param in params), HOST) if config.device == "model" else HOST
+_SHARE = 0.1
+"""`outer.device: auto` keeps global params and outer state with the model if they take at most this share of its memory."""
+
+
+def home_of(model: nn.Module, config: OuterConfig) -> Home:
+    """Where global params, outer state and transfers rest; they are computed with on the device of the model."""
+    params = [local_shard(param) for param in model.parameters() if param.requires_grad]
+    device = params[0].device if params else HOST
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Home(device, rests_on_host(config, sum(param.numel() for param in params), room))
+
+
+def rests_on_host(config: OuterConfig, num_values: int, room: int | None) -> bool:
+    """Whether the outer state of so many values rests on the host; `room`: bytes of the model's device, None if unknown."""
+    # the momentum is as long as the global params, both in fp32
+    is_large = room is not None and 8 * num_values > _SHARE * room
+    return config.device == "host" or (config.device == AUTO and is_large)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -105,3 +127,34 @@ def _is_replicated(param: nn.Parameter) -> bool:
     assert isinstance(param.data, DTensor)
     sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
     return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def length_of(max_steps: Any) -> int | None:
+    """`max_steps` as a number, or None. Raises InputError if it is no whole number from 1."""
+    if max_steps is None:
+        return None
+    if isinstance(max_steps, bool) or not isinstance(max_steps, Integral) or max_steps < 1:
+        raise InputError(
+            f"max_steps={shown(max_steps)} must be a whole number of inner steps, 1 or more; leave it out if the length of the "
+            "run is not known."
+        )
+    return int(max_steps)
+
+
+_TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that an outer optimizer trains now."""
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Raise InputError if an outer optimizer trains `model` already."""
+    if model in _TRAINED:
+        raise InputError(
+            f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
+            "parameters. End the first one (finish() or close()), or train a model of its own."
+        )
+
+
+def claim(model: nn.Module) -> Callable[[], None]:
+    """Note that an outer optimizer trains `model`, until the returned function is called."""
+    _TRAINED.add(model)
+    return lambda: _TRAINED.discard(model)

@@ -105,7 +105,7 @@ class Facts:
         step: inner steps made.
         region: the one that wrote it.
         settings: of the method.
-        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
+        journal: name of the run's record in the journal; empty in checkpoints of older versions.
         taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
         model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
@@ -118,12 +118,11 @@ class Facts:
     num_lanes: Positive
     settings: dict[str, Any]
     finished: bool
-    journal: Count
+    journal: str = ""
     taken_over: bool = False
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    journal_sha256: str = ""
     members: tuple[Count, ...] = ()
 
     @property
@@ -233,6 +232,8 @@ def facts_of(checkpoint: Path) -> Facts:
 
 def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
     content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    if type(content.get("journal")) is int:  # format 2 counted its bytes
+        del content["journal"]
     return {"taken_over": content.get("joining", False), **content}  # its name in format 2
 
 

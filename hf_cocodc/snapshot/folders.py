@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Collection
@@ -20,7 +19,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from . import manifest
 from .durable import replace, saving
-from .manifest import COMPLETE, FOLDER
+from .manifest import FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,9 @@ RUN = f"{FOLDER}/run"
 SAVED = f"{FOLDER}/saved"
 """File in a region's folder: the run whose final model lies there, and that model's inner step."""
 PREFIX = "checkpoint-"
-_SAVED_BY = "saved-by-"
+_NAMED = re.compile(r"checkpoint_\d+")
+SAVED_BY = "saved-by-"
+_DELETED = ".deleted"
 _WRITE_S = 1.0
 """Seconds that another region may take to write into a file that it has just made."""
 
@@ -90,7 +91,7 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
     `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
+    path = folder / FOLDER / f"{SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -112,9 +113,9 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
 
 def forget_earlier(folder: Path, run: int) -> None:
     """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{_SAVED_BY}*"):
-        if path.name != f"{_SAVED_BY}{run:x}":
-            path.unlink(missing_ok=True)
+    for path in (folder / FOLDER).glob(f"{SAVED_BY}*"):
+        if path.name != f"{SAVED_BY}{run:x}":
+            tidy_up([path])
 
 
 def _region_in(path: Path) -> int | None:
@@ -165,8 +166,17 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     by_step = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
-    for step in old[: max(surplus, 0)]:
-        _remove(by_step[step])
+    discard([by_step[step] for step in old[: max(surplus, 0)]], folder)
+
+
+def rotate_named(folder: Path, limit: int) -> None:
+    """Delete the oldest of the checkpoints that Accelerate has named in a folder (`checkpoint_N`), until `limit` are left."""
+    names = {
+        int(path.name.partition("_")[2]): path
+        for path in folder.glob("checkpoint_*")
+        if _NAMED.fullmatch(path.name)
+    }
+    discard([names[number] for number in sorted(names)[:-limit]], folder)
 
 
 def make_room(checkpoint: Path, run: int | None = None) -> None:
@@ -174,7 +184,7 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
     because a user may have put files into it; what a killed process left is deleted.
     """
     if not manifest.is_sealed(checkpoint):
-        _remove(checkpoint)
+        discard([checkpoint], checkpoint.parent)
         return
     other = is_of_another_run(checkpoint, run)
     name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
@@ -188,11 +198,38 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
     checkpoint.rename(aside)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, if there is one; a half deleted one is not complete."""
-    (checkpoint / COMPLETE).unlink(missing_ok=True)
-    if checkpoint.is_dir():
-        shutil.rmtree(checkpoint)
+def discard(checkpoints: Collection[Path], folder: Path) -> None:
+    """Delete checkpoints of a folder, and what earlier calls could not delete there. A run goes on whatever the disk says: a file
+    may be open elsewhere (NFS, an upload). It is tried again with the next checkpoint.
+    """
+    for checkpoint in checkpoints:
+        aside, number = checkpoint.with_name(f".{checkpoint.name}{_DELETED}"), 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = checkpoint.with_name(f".{checkpoint.name}{_DELETED}-{number}")
+        try:
+            checkpoint.rename(aside)  # none that is half deleted has a checkpoint's name
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning(
+                "%s cannot be deleted (%s): it stays until the next checkpoint.", checkpoint, error
+            )
+    for aside in folder.glob(f".*{_DELETED}*"):
+        inside = sorted(aside.rglob("*"), key=lambda path: len(path.parts), reverse=True)
+        tidy_up([*inside, aside])
+
+
+def tidy_up(paths: Collection[Path]) -> None:
+    """Delete files, and folders that are empty by then; a warning names the first one that cannot be deleted."""
+    failed: tuple[Path, OSError] | None = None
+    for path in paths:
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            failed = failed or (path, error)
+    if failed is not None:
+        logger.warning("%s cannot be deleted (%s): it is tried again with the next checkpoint.", *failed)
 
 
 def _writer(checkpoint: Path) -> int | None:

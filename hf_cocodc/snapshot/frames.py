@@ -118,7 +118,11 @@ class Frames:
                 content = bytearray()
                 for chunk in self.receive_bytes(size):
                     content += chunk
-                flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+                flat = (
+                    torch.frombuffer(content, dtype=dtype)
+                    if size
+                    else torch.empty(0, dtype=dtype, device="cpu")
+                )
                 tensors[name] = flat.view(part.shape)
             return put_together(announced["tree"], tensors)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -144,7 +148,7 @@ class Frames:
 
     def _receive(self) -> bytes:
         overhead = 0 if self._ciphers is None else Cipher.overhead
-        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=_LONGEST + overhead)
+        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), most=_LONGEST + overhead)
         self._wait(self._connection.receive, operation, self._patience_s)
         data = operation.memory.numpy().tobytes()
         about = self._about(self._num_received)

@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from ..errors import CheckpointError, InputError
 from ..link.process_state import random_state_kept
+from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.durable import saving
@@ -217,7 +218,7 @@ class Patches:
         checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
         if trainer.args.should_save:
             make_room(checkpoint)
-        trainer.accelerator.wait_for_everyone()
+        wait_for_ranks(trainer.accelerator, f"the place of {checkpoint}")
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         try:
             with outer.spare(checkpoint.name), saving(checkpoint):

@@ -1,7 +1,8 @@
 """Start the regions of a recipe on this machine, and wait until they end.
 
-A region on CPUs is one process, forked from this one. With GPUs, or with arguments for it, each has an `accelerate launch`. A
-region ends when the command that started all regions is gone, so that no process trains unwatched.
+A region on CPUs is one process, forked from this one. With GPUs, or with arguments for it, each has an `accelerate launch`. If
+there are fewer GPUs than regions, the regions share them. A region ends when the command that started all regions is gone, so
+that no process trains unwatched.
 """
 
 import atexit
@@ -21,8 +22,8 @@ from typing import IO
 
 import psutil
 
-from ..errors import InputError, RunStopped
-from ..parts.tensors.pieces import REGIONS_HERE
+from ..errors import RunStopped
+from ..run.gpus import VISIBLE, shares, sharing, visible
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
@@ -39,6 +40,7 @@ _ON_CPUS = {
     "ACCELERATE_DYNAMO_BACKEND": "NO",
 }
 """What `accelerate launch --cpu --mixed_precision no --dynamo_backend no` tells its process."""
+_LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet")
 GRACE_S = 30.0
 _SAY_AFTER_S = 5.0
 _CHECK_S = 0.2
@@ -169,22 +171,26 @@ def launches(
     coordinator: str | None,
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
-    """How each of `regions` is started here. Raises InputError if there are too few GPUs."""
-    has_launcher = _has_launcher(launcher_args)
+    """How each of `regions` is started here."""
+    gpus = _gpus(recipe)
     planned = []
     for place, region in enumerate(regions):
         env = {
             ENV_REGION: str(region),
             ENV_REGIONS: str(recipe.regions.count or 1),
-            REGIONS_HERE: str(len(regions)),
             **({} if coordinator is None else {ENV_COORDINATOR: coordinator}),
         }
         command = [sys.executable]
-        if has_launcher:
-            arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
-            command += ["-m", "accelerate.commands.launch", "--quiet", *arguments]
+        if launcher_args:
+            command += [*_LAUNCHER, *launcher_args]
+        elif gpus:
+            own = shares(gpus, len(regions))[place]
+            env[VISIBLE] = ",".join(own)
+            command += [*_LAUNCHER, *_launcher_arguments(len(own))]
         else:
             env |= _ON_CPUS
+            if recipe.training.get("use_cpu"):
+                env[VISIBLE] = ""  # a loader that pins memory would start CUDA
             if "OMP_NUM_THREADS" not in os.environ:
                 env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(regions)))
         command += ["-m", "hf_cocodc.train", recipe_path]
@@ -193,16 +199,26 @@ def launches(
     return planned
 
 
-def _has_launcher(arguments: Sequence[str]) -> bool:
-    """Whether regions here have an `accelerate launch`: without GPUs and arguments there is nothing for it to do."""
+def _gpus(recipe: Recipe) -> list[str]:
+    """The GPUs here for the regions of a recipe. With use_cpu there are none, and CUDA is not asked: regions may be forks."""
     import torch
 
-    return bool(arguments) or torch.cuda.is_available()
+    return [] if recipe.training.get("use_cpu") or not torch.cuda.is_available() else visible()
 
 
-def fork_ahead(regions: int, launcher_args: Sequence[str]) -> list[Fork]:
+def _has_launcher(recipe: Recipe, arguments: Sequence[str]) -> bool:
+    """Whether regions here have an `accelerate launch`: without GPUs and arguments there is nothing for it to do."""
+    return bool(arguments or _gpus(recipe))
+
+
+def sharing_here(recipe: Recipe, regions: int, launcher_args: Sequence[str]) -> str | None:
+    """A sentence, if that many regions share the GPUs of this machine. Arguments for it leave the GPUs to the launcher."""
+    return None if launcher_args else sharing(len(_gpus(recipe)), regions)
+
+
+def fork_ahead(recipe: Recipe, regions: int, launcher_args: Sequence[str]) -> list[Fork]:
     """Processes for `start`, which wait for it; none if regions have a launcher. To be called before this one holds anything."""
-    return [] if _has_launcher(launcher_args) else [Fork(train_forked) for _ in range(regions)]
+    return [] if _has_launcher(recipe, launcher_args) else [Fork(train_forked) for _ in range(regions)]
 
 
 def start(
@@ -225,7 +241,7 @@ def start(
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
     planned = launches(recipe, recipe_path, overrides, regions, coordinator, launcher_args)
-    is_rank = not _has_launcher(launcher_args)
+    is_rank = not _has_launcher(recipe, launcher_args)
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
     atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []
@@ -270,26 +286,12 @@ def _open_log(path: Path, continues: bool) -> IO[bytes]:
     return path.open("ab")
 
 
-def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """Default arguments for accelerate: an equal share of the GPUs; `env` gets what they need."""
-    import torch
-
-    visible = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
-    devices = (",".join(map(str, range(torch.cuda.device_count()))) if visible is None else visible).split(
-        ","
-    )
-    share = len(devices) // places
-    if share == 0:
-        raise InputError(
-            f"{places} regions on this machine, but it has {len(devices)} GPU(s); each region needs one. Start fewer regions "
-            "here (regions.count, or --region for only one), or hide the GPUs to train on the CPU: "
-            "CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
-        )
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place * share : (place + 1) * share])
+def _launcher_arguments(gpus: int) -> list[str]:
+    """Default arguments for accelerate: one process for each GPU of a region."""
     return [
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-        *("--num_processes", str(share), "--main_process_port", "0"),
-        *(["--multi_gpu"] if share > 1 else []),
+        *("--num_processes", str(gpus), "--main_process_port", "0"),
+        *(["--multi_gpu"] if gpus > 1 else []),
     ]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hf_cocodc
 from hf_cocodc import newer, settings
@@ -20,7 +19,6 @@ from hf_cocodc.errors import CocodcError, InputError
 from hf_cocodc.parts import demands
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.recipe import Recipe
-from hf_cocodc.training import launch
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
 ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
@@ -46,28 +44,6 @@ def test_only_train_starts_a_launcher(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         parse(["coordinator", "--", *ARGS])
     assert "hf-cocodc train" in capsys.readouterr().err
-
-
-def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly; more regions than GPUs would train on the CPU without a word, and are refused with the ways out.
-
-    With GPUs, or with arguments for it, they have a launcher.
-    """
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert launch._has_launcher([])
-    env: dict[str, str] = {}
-    assert "--multi_gpu" in launch._launcher_arguments(1, 2, env)
-    assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    with pytest.raises(
-        InputError,
-        match=r"3 regions on this machine, but it has 2 GPU.* CUDA_VISIBLE_DEVICES= hf-cocodc train",
-    ):
-        launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what hiding them does
-    assert not launch._has_launcher([])
-    assert launch._has_launcher(["--cpu"])
 
 
 def hf_cocodc_command(*words: str, **streams: Any) -> subprocess.CompletedProcess:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.cli.status import look
@@ -58,6 +59,24 @@ def test_it_names_the_commands_that_a_run_starts(
             **dict(word.split("=", 1) for word in words[: at - 1]),
             ENV_COORDINATOR: each.env[ENV_COORDINATOR],
         } == each.env
+
+
+def test_it_says_that_regions_share_a_gpu(
+    started: list[launch.Launch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run does, in one line. With training.use_cpu none is used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for words, lines, commands in ([], 1, 2), (["--set", "training.use_cpu=true"], 0, 0):
+        assert train("--dry-run", *words) == 0
+        said = capsys.readouterr().out
+        assert said.count("2 regions share 1 GPU(s): an inner step takes up to 2 times as long") == lines
+        assert said.count("CUDA_VISIBLE_DEVICES=0 ") == commands
+        assert said.count("CUDA_VISIBLE_DEVICES='' ") == 2 - commands
+        assert train(*words) == 2
+        assert capsys.readouterr().out.count("2 regions share 1 GPU(s)") == lines
+    assert [each.env["CUDA_VISIBLE_DEVICES"] for each in started] == ["0", "0", "", ""]
 
 
 def test_it_refuses_what_a_run_refuses(

@@ -123,15 +123,14 @@ def meet(folder: Path) -> None:
     torch.save({"said": said}, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ['RANK']}.pt")
 
 
-def unfreeze(kind: str, folder: Path) -> None:
-    """Train by hand, and unfreeze the first layer before step 4; a buffer differs between regions."""
+def change(kind: str, folder: Path) -> None:
+    """Train by hand, and freeze or unfreeze the first layer before step 4; a buffer differs between regions."""
     accelerator = Accelerator(cpu=True)
-    if kind == "fsdp":
-        shard(accelerator)
+    shard(accelerator)
     region = int(os.environ["HF_COCODC_REGION"])
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.model.layers[0].requires_grad_(False)
+    model.model.layers[0].requires_grad_(kind == "freeze")
     model.register_buffer("seen", torch.zeros(2))
     model, optimizer = accelerator.prepare(model, optimizer)
     bare = accelerator.unwrap_model(model)
@@ -142,7 +141,7 @@ def unfreeze(kind: str, folder: Path) -> None:
         ) as outer:
             for step in range(1, 11):
                 if step == 4:
-                    bare.model.layers[0].requires_grad_(True)
+                    bare.model.layers[0].requires_grad_(kind == "unfreeze")
                 tokens = batch(10 * region + accelerator.process_index, step)
                 accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
                 optimizer.step()

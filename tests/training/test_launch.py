@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from hf_cocodc.run.gpus import VISIBLE
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.status import ENV_STATUS, tell
 from hf_cocodc.training import launch
@@ -38,10 +40,112 @@ class Launcher:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Starts all regions of the quickstart."""
     monkeypatch.setattr(subprocess, "Popen", Launcher)
-    recipe = Recipe.load(RECIPE, [f"training.output_dir={tmp_path}"])
-    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, count=2))
-    return lambda resume: launch.start(recipe, RECIPE, [], range(2), None, resume=resume)
+
+    def begin(
+        resume: bool = False, regions: int = 2, overrides: Sequence[str] = ()
+    ) -> list[launch.RegionProcess]:
+        recipe = Recipe.load(
+            RECIPE, [*overrides, f"regions.count={regions}", f"training.output_dir={tmp_path}"]
+        )
+        started = launch.start(recipe, RECIPE, overrides, range(regions), None, resume=resume)
+        for each in started:
+            each.log.close()
+        return started
+
+    return begin
+
+
+def has_gpus(count: int, visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, torch counts so many GPUs among the `visible` ones."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hidden", "regions", "each"),
+    [
+        (1, None, 2, ["0", "0"]),
+        (2, None, 2, ["0", "1"]),
+        (8, None, 2, ["0,1,2,3", "4,5,6,7"]),
+        (5, None, 2, ["0,1", "2,3"]),
+        (2, None, 5, ["0", "1", "0", "1", "0"]),
+        (2, "4,6", 2, ["4", "6"]),
+        (2, "GPU-5fb2,GPU-99ab,-1,GPU-0e0e", 3, ["GPU-5fb2", "GPU-99ab", "GPU-5fb2"]),
+    ],
+)
+def test_regions_divide_the_gpus_of_a_machine_or_share_them(
+    gpus: int,
+    hidden: str | None,
+    regions: int,
+    each: list[str],
+    start: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """README's first command starts a launcher for each region, with a process for each GPU that the region sees."""
+    has_gpus(gpus, hidden, monkeypatch)
+    started = [region.process for region in start(regions=regions)]
+    assert [process.env[VISIBLE] for process in started] == each
+    for process, own in zip(started, each, strict=True):
+        assert process.command[1:3] == ["-m", "accelerate.commands.launch"]
+        given = process.command[3 : process.command.index("hf_cocodc.train") - 1]
+        count = own.count(",") + 1
+        assert given[given.index("--num_processes") + 1] == str(count)
+        assert ("--multi_gpu" in given) == (count > 1)
+        assert "ACCELERATE_USE_CPU" not in process.env
+
+
+@pytest.mark.parametrize(("gpus", "use_cpu"), [(0, False), (0, True), (1, True), (8, True)])
+def test_a_region_on_the_cpu_is_one_process(
+    gpus: int, use_cpu: bool, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the recipe's choice it sees no GPU, and CUDA is not asked before the fork: no fork could use it then."""
+    has_gpus(gpus, None, monkeypatch)
+    overrides = [f"training.use_cpu={str(use_cpu).lower()}"]
+    if use_cpu:
+        for name in ("is_available", "device_count", "init"):
+            monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("CUDA was asked"))
+    monkeypatch.setattr(launch, "Fork", lambda work: work)
+    recipe = Recipe.load(RECIPE, overrides)
+    assert launch.fork_ahead(recipe, 2, []) == [launch.train_forked] * 2
+    assert launch.sharing_here(recipe, 2, []) is None
+    for region in start(overrides=overrides):
+        assert region.is_rank
+        assert region.process.command[1:3] == ["-m", "hf_cocodc.train"]
+        assert region.process.env["ACCELERATE_USE_CPU"] == "True"
+        assert region.process.env.get(VISIBLE) == ("" if use_cpu else None)
+
+
+def test_arguments_for_a_launcher_leave_the_gpus_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpus(1, None, monkeypatch)
+    recipe = Recipe.load(RECIPE, ["training.use_cpu=true"])
+    [planned] = launch.launches(recipe, RECIPE, [], [1], "10.0.0.1:29650", ["--cpu"])
+    assert VISIBLE not in planned.env
+    assert planned.command[1:6] == ["-m", "accelerate.commands.launch", "--quiet", "--cpu", "-m"]
+    assert launch.fork_ahead(recipe, 1, ["--cpu"]) == []
+    assert launch.sharing_here(Recipe.load(RECIPE), 2, ["--cpu"]) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "regions", "said"),
+    [
+        (0, 2, None),
+        (1, 1, None),
+        (1, 2, "2 regions share 1 GPU(s): an inner step takes up to 2 times as long"),
+        (2, 5, "5 regions share 2 GPU(s): an inner step takes up to 3 times as long"),
+        (8, 2, None),
+    ],
+)
+def test_it_is_said_that_regions_share(
+    gpus: int, regions: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpus(gpus, None, monkeypatch)
+    found = launch.sharing_here(Recipe.load(RECIPE), regions, [])
+    assert found is None if said is None else str(found).startswith(said)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -54,7 +158,6 @@ def test_a_launch_destroys_no_record(start: Any, resume: bool, tmp_path: Path) -
     before = journal.read_bytes()
     (folder / "log.txt").write_text("a line of the old run\n")
     for each in start(resume):
-        each.log.close()
         assert each.last_lines(9) == ["a line of the new run"]
         assert each.error() is None
     assert journal.read_bytes() == before
@@ -117,9 +220,7 @@ worker.wait()
 
 def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a file of the command, which is no part of the run's record. One rank of a machine speaks."""
-    first, second = start(False)
-    for each in (first, second):
-        each.log.close()
+    first, second = start()
     monkeypatch.setenv(ENV_STATUS, second.process.env[ENV_STATUS])
     tell("has ended with an error", error="it broke", exit_code=2)
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -7,7 +7,7 @@ add a branch to `parts/choose.py`.
 
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32, unrounded
-from .feedback import feedback, square_of_residuals, without_residuals
+from .feedback import feedback, square_of_residuals, with_residuals_of, without_residuals
 from .lowrank import has_rank, lowrank, share_of_rank
 from .radial import has_radial, radial
 from .tiles import topk_2bit
@@ -30,5 +30,6 @@ __all__ = [
     "topk",
     "topk_2bit",
     "unrounded",
+    "with_residuals_of",
     "without_residuals",
 ]

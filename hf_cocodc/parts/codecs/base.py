@@ -6,7 +6,7 @@ codecs need only one. Links drive the conversation in the background. Wrappers s
 `yield from`.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from ..fragments import Fragment
-from ..tensors.pieces import UNSHARED
+from ..tensors.memory import HOST
+
+SLICE = 1 << 24
+"""Most values that are encoded at once: what this takes beside the message stays small."""
 
 CodecState = dict[str, Any]
 """The state of a codec for one fragment (a residual, a warm start): named tensors and numbers, saved in checkpoints."""
 
 
 class Coder(Protocol):
-    """Turns fp32 values into bytes and back, with the same result on every machine.
+    """Turns fp32 values into bytes and back, with the same result on every machine, on the device that holds them.
 
-    The payload of a part depends only on that part: encoding and decoding can work part by part into one buffer (`out`).
+    The payload of a part depends only on that part.
 
     Attributes:
         block: number of neighboring values that are encoded together. A message is cut only at multiples of `block`.
@@ -33,18 +36,12 @@ class Coder(Protocol):
 
     block: int
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Bytes (1-D uint8) of the 1-D fp32 `values`.
-
-        Written to `out` (1-D uint8 of length `num_bytes(values.numel())`) if given; else the result may be a view of `values`.
-        """
+    def encode(self, values: Tensor) -> Tensor:
+        """Bytes (1-D uint8 of length `num_bytes(values.numel())`) of the 1-D fp32 `values`; perhaps a view of them."""
         ...
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """The `numel` fp32 values that `payload` encodes.
-
-        Written to `out` (1-D fp32 of length `numel`) if given; else the result may be a view of `payload`.
-        """
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """The `numel` fp32 values that `payload` encodes; perhaps a view of it."""
         ...
 
     def num_bytes(self, numel: int) -> int:
@@ -99,13 +96,6 @@ def copies(codec: object) -> int:
     return getattr(codec, "copies", 0) + (0 if inner is None else copies(inner))
 
 
-def unshared(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split 1-D tensors of equal length into parts so small that torch does not use its other threads for them."""
-    # they are busy with training: to wait for them after each operation takes many times longer than to do their share here
-    size = max(len(tensors[0]), 1) if torch.get_num_threads() == 1 else UNSHARED
-    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
-
-
 def shards(numel: int, block: int, num_regions: int) -> list[slice]:
     """Split `numel` values into one shard per region, at multiples of `block`, as evenly as possible.
 
@@ -135,32 +125,54 @@ def message_bytes(coder: Coder, numel: int, region: int, num_regions: int) -> in
     return scattered + (num_regions - 1) * coder.num_bytes(lengths[region])
 
 
+def slices(coder: Coder, numel: int, num_regions: int) -> list[list[slice]]:
+    """For each region, the slices of a message that it averages, in order; each is encoded alone. All regions cut alike.
+
+    >>> from types import SimpleNamespace
+    >>> slices(SimpleNamespace(block=4), numel=10, num_regions=3)
+    [[slice(0, 4, None)], [slice(4, 8, None)], [slice(8, 10, None)]]
+    """
+    unit = (
+        2 * coder.block
+    )  # an even number of blocks fills whole bytes, whatever the coder: cutting adds no byte
+    length = max(SLICE // unit, 1) * unit
+
+    def cut(part: slice) -> list[slice]:
+        starts = range(part.start, part.stop, length)
+        return [slice(start, min(start + length, part.stop)) for start in starts]
+
+    if swaps_whole(coder, num_regions):
+        return [cut(slice(0, numel))] * num_regions
+    return [cut(part) for part in shards(numel, coder.block, num_regions)]
+
+
 def weighted_mean(
     payloads: Sequence[Tensor],
     weights: Sequence[float],
     coder: Coder,
     numel: int,
-    out: Tensor | None = None,
     divisor: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Mean of decoded payloads, summed in fp32 in the order of the regions, and thus with equal bits everywhere.
 
     A payload with weight 0 is not read. If all weights are 0, so is the mean. `divisor` is by default the sum of the weights.
     """
-    total = torch.empty(numel, dtype=torch.float32) if out is None else out
+    mean = torch.empty(numel, dtype=torch.float32, device=payloads[0].device) if out is None else out
     present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
     if not present:
-        return total.zero_()
+        return mean.zero_()
     (first, weight), *others = present
-    coder.decode(first, numel, out=total)
-    for (part,) in unshared(total):
-        part.mul_(weight)
+    torch.mul(coder.decode(first, numel), weight, out=mean)
     for payload, weight in others:
-        for part, other in unshared(total, coder.decode(payload, numel)):
-            part.add_(other if weight == 1 else other * weight)
-    for (part,) in unshared(total):
-        part.div_(sum(weights) if divisor is None else divisor)
-    return total
+        values = coder.decode(payload, numel)
+        mean.add_(values if weight == 1 else values * weight)
+    return mean.div_(exactly(sum(weights) if divisor is None else divisor, mean))
+
+
+def exactly(number: float, beside: Tensor) -> Tensor:
+    """A divisor for a tensor: by a Python number CUDA does not divide, it multiplies by the inverse, which rounds twice."""
+    return beside.new_full((1,), number)
 
 
 def mean_of(
@@ -172,25 +184,28 @@ def mean_of(
     receives shard j of all regions, averages it in fp32, encodes the mean again and sends it to all. All regions decode these
     bytes, region j included. A region then sends at most 2 (M-1)/M of a payload.
     """
-    coder, numel, num_regions = messages[0].coder, messages[0].values.numel(), len(messages)
-    if swaps_whole(coder, num_regions):
-        payloads = [coder.encode(message.values) for message in messages]
-        mean = weighted_mean(payloads, weights, coder, numel, divisor=divisor)
-        return [Reply(mean.clone(), partial(coder.decode, payload, numel)) for payload in payloads]
-    cut = shards(numel, coder.block, num_regions)
-    scattered = [[coder.encode(message.values[part]) for part in cut] for message in messages]
-    mean = torch.empty(numel, dtype=torch.float32)
-    for owner, part in enumerate(cut):
-        length = part.stop - part.start
-        payloads = [each[owner] for each in scattered]
-        reduced = weighted_mean(payloads, weights, coder, length, divisor=divisor)
-        mean[part] = coder.decode(coder.encode(reduced), length)
-    return [Reply(mean.clone(), partial(decode_shards, payloads, coder, cut)) for payloads in scattered]
+    coder, values, num_regions = messages[0].coder, messages[0].values, len(messages)
+    is_whole, cut = swaps_whole(coder, num_regions), slices(coder, values.numel(), num_regions)
+    parts = cut[0] if is_whole else [part for each in cut for part in each]
+    mean = torch.empty_like(values)
+    own: list[list[Tensor]] = [[] for _ in messages]
+    for part in parts:
+        payloads = [coder.encode(message.values[part]) for message in messages]
+        for kept, payload in zip(own, payloads, strict=True):
+            kept.append(payload)
+        reduced = weighted_mean(payloads, weights, coder, part.stop - part.start, divisor, out=mean[part])
+        if not is_whole:
+            reduced.copy_(coder.decode(coder.encode(reduced), part.stop - part.start))
+    return [Reply(mean.clone(), partial(decode_slices, kept, coder, parts)) for kept in own]
 
 
-def decode_shards(payloads: Sequence[Tensor], coder: Coder, cut: Sequence[slice]) -> Tensor:
-    """Decode a whole message from the payloads of its shards."""
-    return torch.cat([coder.decode(p, part.stop - part.start) for p, part in zip(payloads, cut, strict=True)])
+def decode_slices(payloads: Sequence[Tensor], coder: Coder, parts: Sequence[slice]) -> Tensor:
+    """Decode a whole message from the payloads of its slices, in order."""
+    if not parts:
+        return torch.empty(0, dtype=torch.float32, device=HOST)
+    return torch.cat(
+        [coder.decode(p, part.stop - part.start) for p, part in zip(payloads, parts, strict=True)]
+    )
 
 
 class Plain:

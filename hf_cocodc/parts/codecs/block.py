@@ -6,25 +6,19 @@ decodes to NaN, and cannot be mistaken for large numbers. All other blocks stay 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ..tensors.pieces import UNSHARED
-from .base import Codec, Plain
-
-_GROUP = 1 << 19
-"""Maximum number of values in one step, so that values, intermediate results and bytes stay in the cache."""
+from ..tensors.memory import HOST
+from ..tensors.slices import longest
+from .base import Codec, Plain, exactly
 
 _FLOAT = torch.finfo(torch.float32)
 
 _SIGN_AND_EXPONENT = 0x83800000 - (1 << 32)
 """Mask on the bits of an fp32 number (as int32): the sign and the lowest three exponent bits."""
-_BYTES = {n: torch.tensor(n, dtype=torch.uint8) for n in (1, 4, 8, 15, 240)}
-_INTS = {n: torch.tensor(n, dtype=torch.int32) for n in (5, 22, 28, 0x3FFFFF, _SIGN_AND_EXPONENT)}
-"""Constants as tensors: torch would make a tensor from a Python number in every call, which costs as much as the operation."""
 
 
 class Blocks(ABC):
@@ -46,24 +40,35 @@ class Blocks(ABC):
         self.block = block
         self.per_byte = per_byte
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:
         numel = values.numel()
-        payload = torch.empty(self.num_bytes(numel), dtype=torch.uint8) if out is None else out
+        payload = torch.empty(self.num_bytes(numel), dtype=torch.uint8, device=values.device)
         heads, codes, short = self._parts(payload, numel)
         whole = numel - numel % self.block
-        self._encode_blocks(values[:whole].view(-1, self.block), heads[: len(codes)], codes)
+        many = max(1, longest(values.device) // self.block)
+        rows = values[:whole].view(-1, self.block)
+        for part, head, code in zip(
+            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
+        ):
+            self._encode_blocks(part, head, code)
         if whole < numel:
-            last, full = values.new_zeros(1, self.block), codes.new_empty(1, self.block // self.per_byte)
+            last = values.new_zeros(1, self.block)
             last[0, : numel - whole] = values[whole:]
+            full = codes.new_empty(1, self.block // self.per_byte)
             self._encode_blocks(last, heads[-1:], full)
             short.copy_(full[0, : len(short)])
         return payload
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float32) if out is None else out
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
         heads, codes, short = self._parts(payload, numel)
         whole = numel - numel % self.block
-        self._decode_blocks(heads[: len(codes)], codes, values[:whole].view(-1, self.block))
+        many = max(1, longest(values.device) // self.block)
+        rows = values[:whole].view(-1, self.block)
+        for part, head, code in zip(
+            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
+        ):
+            self._decode_blocks(head, code, part)
         if whole < numel:
             last, full = values.new_empty(1, self.block), codes.new_zeros(1, self.block // self.per_byte)
             full[0, : len(short)] = short
@@ -76,13 +81,6 @@ class Blocks(ABC):
         width = self.block // self.per_byte
         return 4 * (full + (rest > 0)) + full * width + min(rest, width)
 
-    def _steps(self) -> tuple[int, int]:
-        """Number of blocks whose scales are computed at once, and number of blocks for each other operation."""
-        # An operation on many blocks costs little more than one on few, but it must stay in this thread (see `base.unshared`).
-        unshared = max(1, UNSHARED // self.block)
-        group = unshared * max(1, _GROUP // (unshared * self.block))
-        return group, group if torch.get_num_threads() == 1 else unshared
-
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
         """Split a payload: scales (blocks, 4), codes of whole blocks (blocks, block / per_byte), codes of a short block."""
         width = self.block // self.per_byte
@@ -92,30 +90,24 @@ class Blocks(ABC):
 
     def _encode_blocks(self, rows: Tensor, heads: Tensor, codes: Tensor) -> None:
         """Write the scales (blocks, 4) and the codes (blocks, block / per_byte) of the values in `rows` (blocks, block)."""
-        many, few = self._steps()
-        scratch = _Scratch(min(few, len(rows)), self.block)
-        for group, head, code in _cut(many, rows, heads, codes):
-            scale, lowest = torch.empty(2, len(group), 1, dtype=torch.float32)
-            for piece, high, low in _cut(few, group, scale, lowest):
-                torch.amax(piece, dim=1, keepdim=True, out=high)
-                torch.amin(piece, dim=1, keepdim=True, out=low)
-            # faster than the largest of the magnitudes, which would have to be written first
-            torch.maximum(scale, lowest.neg_(), out=scale)
-            not_finite = ~(scale < torch.inf)
-            self._scale_(scale).masked_fill_(not_finite, torch.nan)
-            head.copy_(scale.view(torch.uint8))
-            for piece, unit, out in _cut(few, group, scale, code):
-                self._encode(piece, unit, scratch.of(piece), out)
+        # faster than the largest of the magnitudes, which would have to be written first
+        scale = torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
+        not_finite = ~(scale < torch.inf)
+        self._scale_(scale).masked_fill_(not_finite, torch.nan)
+        heads.copy_(scale.view(torch.uint8))
+        code = self._encode(rows, scale, not_finite)
+        if self.per_byte == 1:
+            codes.copy_(code)
+        else:
+            torch.add(code[:, : self.block // 2], code[:, self.block // 2 :], alpha=16, out=codes)
 
     def _decode_blocks(self, heads: Tensor, codes: Tensor, rows: Tensor) -> None:
         """The inverse of `_encode_blocks`: write the values to `rows`."""
-        many, few = self._steps()
-        scratch = _Scratch(min(few, len(rows)), self.block)
-        for head, code, group in _cut(many, heads, codes, rows):
-            # a clone, because a part of a buffer may be unaligned for fp32
-            scale = head.clone().view(torch.float32)
-            for piece, unit, out in _cut(few, code, scale, group):
-                self._decode(piece, unit, scratch.of(out), out)
+        # a clone, because a part of a buffer may be unaligned for fp32
+        scale = heads.clone().view(torch.float32)
+        if self.per_byte == 2:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        self._decode(codes, scale, rows)
 
     @abstractmethod
     def _scale_(self, absmax: Tensor) -> Tensor:
@@ -123,38 +115,14 @@ class Blocks(ABC):
         ...
 
     @abstractmethod
-    def _encode(self, rows: Tensor, scale: Tensor, scratch: "_Scratch", out: Tensor) -> None:
-        """Write the codes of `rows` (blocks, block) to `out` (blocks, block / per_byte)."""
+    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
+        """The codes (uint8, one a value) of `rows` (blocks, block); `not_finite` (blocks, 1): those whose scale is NaN."""
         ...
 
     @abstractmethod
-    def _decode(self, codes: Tensor, scale: Tensor, scratch: "_Scratch", out: Tensor) -> None:
-        """Write the values of `codes` (blocks, block / per_byte) to `out` (blocks, block)."""
+    def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
+        """Write the values of `codes` (uint8, one a value) to `out` (blocks, block)."""
         ...
-
-
-class _Scratch:
-    """Memory (blocks, block) for intermediate results, reused because allocating it costs more than the work done in it."""
-
-    def __init__(self, num_blocks: int, block: int) -> None:
-        self.floats = torch.empty(num_blocks, block, dtype=torch.float32)
-        self.ints = self.floats.view(torch.int32)
-        self.codes, self.spare = torch.empty(2, num_blocks, block, dtype=torch.uint8)
-        self._low, self._high = self.codes[:, : block // 2], self.codes[:, block // 2 :]
-
-    def of(self, rows: Tensor) -> "_Scratch":
-        """Scratch with the shape of `rows`: this one, or a new one for a shorter last piece."""
-        return self if len(rows) == len(self.codes) else _Scratch(*rows.shape)
-
-    def pack(self, out: Tensor) -> None:
-        """Write `codes` to `out`, two codes per byte."""
-        torch.add(self._low, self._high, alpha=16, out=out)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """The inverse of `pack`; returns `codes`."""
-        torch.bitwise_and(packed, _BYTES[15], out=self._low)
-        torch.bitwise_right_shift(packed, _BYTES[4], out=self._high)
-        return self.codes
 
 
 class Integers(Blocks):
@@ -173,29 +141,23 @@ class Integers(Blocks):
         super().__init__(block, 8 // bits)
         self.top = 2 ** (bits - 1) - 1
         self._limit = _below(_FLOAT.max / self.top)
-        zero = 8 if bits == 4 else 0  # the code of q = 0; 4-bit codes are 1..15
-        # From 2^23 on, fp32 numbers are integers. The addition of this number rounds half to even, and leaves the code in
-        # the lowest byte. (torch's `round` uses other threads even for a small piece.)
-        self._rounder = torch.tensor(1.5 * 2.0**23 + zero, dtype=torch.float32)
-        self._zero = torch.tensor(zero, dtype=torch.float32)
+        self._zero = 8 if bits == 4 else 0  # the code of q = 0; 4-bit codes are 1..15
 
     def _scale_(self, absmax: Tensor) -> Tensor:
         # The upper limit: absmax / top may be rounded up, and top times this scale could overflow.
-        return absmax.div_(self.top).clamp_(_FLOAT.tiny, self._limit)
+        return absmax.div_(exactly(self.top, absmax)).clamp_(_FLOAT.tiny, self._limit)
 
-    def _encode(self, rows: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
-        torch.div(rows, scale, out=scratch.floats).add_(self._rounder)
-        if self.per_byte == 1:
-            out.copy_(scratch.ints)
-        else:
-            scratch.codes.copy_(scratch.ints)
-            scratch.pack(out)
+    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
+        # From 2^23 on, fp32 numbers are integers: the addition rounds half to even, and leaves the code in the lowest byte.
+        rounded = torch.div(rows, scale).add_(1.5 * 2.0**23 + self._zero)
+        # the bits of a NaN differ between devices
+        return rounded.view(torch.int32).to(torch.uint8).masked_fill_(not_finite, 0)
 
-    def _decode(self, codes: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
+    def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
         if self.per_byte == 1:
-            out.copy_(codes.view(torch.int8)).mul_(scale)
+            torch.mul(codes.view(torch.int8), scale, out=out)
         else:
-            out.copy_(scratch.unpack(codes)).sub_(self._zero).mul_(scale)
+            out.copy_(codes).sub_(self._zero).mul_(scale)
 
 
 class Float4(Blocks):
@@ -215,39 +177,27 @@ class Float4(Blocks):
     def _scale_(self, absmax: Tensor) -> Tensor:
         return absmax.clamp_(min=_FLOAT.tiny)
 
-    def _encode(self, rows: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
-        floats, ints, codes, spare = scratch.floats, scratch.ints, scratch.codes, scratch.spare
-        torch.div(rows, scale, out=floats)
+    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
         # Round to the nearest power of two: adding just under half of the mantissa's range to the bits of a float carries
         # into the exponent exactly if the mantissa is above 1.5. The byte kept here is the low exponent bits and the first
         # mantissa bit: 240 for 2^-7, 254 for 1.
-        codes.copy_(ints.add_(_INTS[0x3FFFFF]).bitwise_right_shift_(_INTS[22]))
-        torch.maximum(codes, _BYTES[240], out=codes).sub_(_BYTES[240])
+        bits = torch.div(rows, scale).view(torch.int32).add_(0x3FFFFF).bitwise_right_shift_(22)
+        codes = bits.to(torch.uint8).clamp_(min=240).sub_(240)
         # The lowest step, from 0 to 2^-6, has another width: its border is 2^-7, not 1.5 * 2^-7.
-        torch.minimum(codes, _BYTES[1], out=spare)
-        torch.maximum(codes.bitwise_right_shift_(_BYTES[1]), spare, out=codes)
-        spare.copy_(torch.bitwise_right_shift(rows.view(torch.int32), _INTS[28], out=ints))
-        codes.add_(spare.bitwise_and_(_BYTES[8]))
-        scratch.pack(out)
+        codes = torch.maximum(codes >> 1, codes.clamp(max=1)).masked_fill_(not_finite, 7)
+        return codes.add_((rows.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8))
 
-    def _decode(self, codes: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
+    def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
         # As the exponent of a float, a code c > 0 means 2^(c - 127), and code 0 means 0. E3M0 is this times 2^120.
-        bits = out.view(torch.int32).copy_(scratch.unpack(codes))
+        bits = out.view(torch.int32).copy_(codes)
         # The right shift copies the sign into the free bits; the mask keeps only the sign bit itself.
-        bits.bitwise_left_shift_(_INTS[28]).bitwise_right_shift_(_INTS[5]).bitwise_and_(
-            _INTS[_SIGN_AND_EXPONENT]
-        )
+        bits.bitwise_left_shift_(28).bitwise_right_shift_(5).bitwise_and_(_SIGN_AND_EXPONENT)
         out.mul_(2.0**120).mul_(scale)
-
-
-def _cut(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors of equal length into groups of `size` rows."""
-    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def _below(number: float) -> float:
     """The largest fp32 number that is at most `number`."""
-    rounded = torch.tensor(number, dtype=torch.float32)
+    rounded = torch.tensor(number, dtype=torch.float32, device=HOST)
     return (rounded if rounded.item() <= number else torch.nextafter(rounded, -rounded)).item()
 
 

@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
-from .base import Codec, Conversation, Message, Plain, Result, unshared
+from .base import Codec, Conversation, Message, Plain, Result
 
 
 class Cast:
-    """Casts each value to another floating-point type. In fp16 the largest value stands for any beyond it."""
+    """Casts each value to another floating-point type. In fp16 the largest value stands for any beyond it.
+
+    A NaN stays one, but a GPU writes it with other bits than a CPU.
+    """
 
     block = 1
 
@@ -16,23 +19,14 @@ class Cast:
         # bf16 has the range of fp32
         self._largest = torch.finfo(dtype).max if dtype == torch.float16 else None
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None and self.dtype == torch.float32:
-            return values.contiguous().view(torch.uint8)
-        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
-        for part, source in unshared(payload.view(self.dtype), values):
-            part.copy_(source)
-            if self._largest is not None:
-                part.clamp_(-self._largest, self._largest)
-        return payload
+    def encode(self, values: Tensor) -> Tensor:
+        encoded = values.contiguous().to(self.dtype)
+        if self._largest is not None:
+            encoded.clamp_(-self._largest, self._largest)
+        return encoded.view(torch.uint8)
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if out is None and self.dtype == torch.float32:
-            return payload.view(torch.float32)
-        values = torch.empty(numel, dtype=torch.float32) if out is None else out
-        for part, source in unshared(values, payload.view(self.dtype)):
-            part.copy_(source)
-        return values
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload.view(self.dtype).to(torch.float32)
 
     def num_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..fragments import Fragment
 from ..tensors.flat import flat_zeros
+from ..tensors.slices import square
 from .base import Codec, CodecState, Conversation, Result
 
 
@@ -46,14 +47,30 @@ def without_residuals(state: CodecState) -> CodecState:
     }
 
 
-def square_of_residuals(state: CodecState) -> float:
-    """The sum of squares of the residuals in a codec's state.
+def with_residuals_of(state: CodecState, earlier: CodecState) -> CodecState:
+    """A codec's state with the residuals of an earlier one: what was sent has counted nowhere, so nothing of it was lost.
 
-    >>> square_of_residuals({"codec": {"residual": torch.ones(4)}}), square_of_residuals({"q": torch.ones(2)})
+    >>> with_residuals_of({"residual": torch.zeros(1), "codec": {"rank": 2}}, {"residual": torch.ones(1), "codec": {"rank": 4}})
+    {'residual': tensor([1.]), 'codec': {'rank': 2}}
+    """
+    return {
+        key: earlier[key]
+        if key == "residual"
+        else with_residuals_of(value, earlier[key])
+        if isinstance(value, dict)
+        else value
+        for key, value in state.items()
+    }
+
+
+def square_of_residuals(state: CodecState) -> Tensor | float:
+    """The sum of squares of the residuals in a codec's state: an fp64 scalar on their device, or 0.
+
+    >>> float(square_of_residuals({"codec": {"residual": torch.ones(4)}})), square_of_residuals({"q": torch.ones(2)})
     (4.0, 0.0)
     """
-    inner = sum(square_of_residuals(each) for each in state.values() if isinstance(each, dict))
-    return inner + (float(torch.linalg.vector_norm(state["residual"])) ** 2 if "residual" in state else 0.0)
+    inner = sum((square_of_residuals(each) for each in state.values() if isinstance(each, dict)), 0.0)
+    return inner + square(state["residual"]) if "residual" in state else inner
 
 
 def feedback(codec: Codec, decay: float = 1.0) -> Codec:

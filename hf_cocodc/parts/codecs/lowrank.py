@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..fragments import Fragment
-from ..tensors.flat import split_views
+from ..tensors.flat import flat_zeros, split_views
+from ..tensors.memory import HOST
 from .base import CodecState, Coder, Conversation, Message, Result, message_bytes
 from .block import Integers
 
@@ -34,12 +35,13 @@ class LowRank:
         first = [
             torch.rand(
                 self.rank * cols,
-                generator=torch.Generator().manual_seed((fragment.index << 20) + i),
+                generator=torch.Generator(HOST).manual_seed((fragment.index << 20) + i),
                 dtype=torch.float32,
+                device=HOST,
             )
             for i, (_, cols) in self._sides(fragment).items()
         ]
-        q = torch.cat([torch.zeros(0, dtype=torch.float32), *first]).mul_(2).sub_(1)
+        q = torch.cat([flat_zeros(0), *first]).mul_(2).sub_(1)
         return {"rank": self.rank, "rank_1": self.rank, "effective_ranks": [], "q": q}
 
     def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
@@ -178,13 +180,13 @@ def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
     >>> effective_rank(factors, 0.8), effective_rank(factors, 0.95)
     (1, 2)
     """
-    squares = torch.zeros(len(factors[0]), dtype=torch.float64)
-    for factor in factors:
-        exact = factor.double()
-        if not bool(exact.isfinite().all()):
-            return 0
-        # Double precision: rounding (1e-16), which differs between processors, does not change the integer result.
-        squares += torch.linalg.eigvalsh(exact @ exact.T).flip(0).clamp_(min=0)
+    # Double precision: rounding (1e-16), which differs between processors, does not change the integer result. The small
+    # matrices are read together, and their spectra found on the host.
+    exact = [factor.double() for factor in factors]
+    grams = torch.stack([each @ each.T for each in exact]).cpu()
+    if not bool(grams.isfinite().all()):
+        return 0
+    squares = torch.linalg.eigvalsh(grams).flip(1).clamp_(min=0).sum(0)
     total = squares.sum()
     if total == 0:
         return 0
@@ -212,7 +214,7 @@ def _assemble(
     fragment: Fragment, sides: Sides, p: Sequence[Tensor], q: Sequence[Tensor], rest: Tensor
 ) -> Tensor:
     """The flat fragment from the factors, and from the values that traveled without them (`rest`)."""
-    flat = torch.empty(fragment.numel, dtype=torch.float32)
+    flat = rest.new_empty(fragment.numel)
     views = dict(enumerate(fragment.views(flat)))
     for (i, shape), p_i, q_i in zip(sides.items(), p, q, strict=True):
         torch.mm(p_i.T, q_i, out=views.pop(i).view(shape))

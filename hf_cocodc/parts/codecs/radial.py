@@ -1,14 +1,13 @@
 """Radial-directional averaging: means of norms and of directions, so that updates are as long with many regions as with few."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..fragments import Fragment
-from ..tensors.pieces import square
-from .base import Codec, CodecState, Conversation, Message, Result, message_bytes, unshared
+from ..tensors.slices import square
+from .base import Codec, CodecState, Conversation, Message, Result, message_bytes
 from .cast import Cast
 
 _LEAST = 1e-30
@@ -28,28 +27,17 @@ class Radial:
         inside = _inside(fragment)
         if not inside:
             return (yield from self.codec.converse(outer_grad, fragment, state))
-        views = _flat_views(fragment, outer_grad)
-        own = [math.sqrt(square(views[i])) for i in inside]
-        reply = yield Message(torch.tensor(own, dtype=torch.float32), Cast(torch.float32))
-        norms = reply.mean.tolist()
-        directions = outer_grad.clone()
-        factors = [
-            mean / norm if norm > _LEAST * mean else 0.0 for mean, norm in zip(norms, own, strict=True)
-        ]
-        _scale(fragment, directions, inside, factors)
+        own = _norms(fragment, outer_grad, inside)
+        reply = yield Message(own.to(torch.float32), Cast(torch.float32))
+        norms = reply.mean.double()
+        factors = _ratios(norms, own)
+        directions = _scaled(fragment, outer_grad.clone(), inside, factors)
         result = yield from self.codec.converse(directions, fragment, state)
-        means = _flat_views(fragment, result.mean)
-        lengths = [math.sqrt(square(means[i])) for i in inside]
-        last = [
-            mean / length if length > _LEAST * mean else 0.0
-            for mean, length in zip(norms, lengths, strict=True)
-        ]
-        _scale(fragment, result.mean, inside, last)
+        lengths = _norms(fragment, result.mean, inside)
+        _scaled(fragment, result.mean, inside, _ratios(norms, lengths))
 
         def decoded() -> Tensor:
-            values = result.own().clone()
-            _scale(fragment, values, inside, [1 / each if each else 0.0 for each in factors])
-            return values
+            return _scaled(fragment, result.own().clone(), inside, _ratios(torch.ones_like(factors), factors))
 
         return Result(result.mean, decoded, result.state)
 
@@ -109,13 +97,19 @@ def _inside(fragment: Fragment) -> list[int]:
     return [i for i in range(len(fragment.names)) if i not in fragment.outside and i not in fragment.rows]
 
 
-def _flat_views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
-    return [view.reshape(-1) for view in fragment.views(flat)]
+def _norms(fragment: Fragment, flat: Tensor, places: Sequence[int]) -> Tensor:
+    """The norms of parameters in a flat tensor: fp64, one for each place."""
+    views = fragment.views(flat)
+    return torch.stack([square(views[i].reshape(-1)) for i in places]).sqrt()
 
 
-def _scale(fragment: Fragment, flat: Tensor, places: Sequence[int], factors: Sequence[float]) -> None:
+def _ratios(wanted: Tensor, found: Tensor) -> Tensor:
+    """`wanted` / `found`, element by element; 0 where a parameter has not moved."""
+    return torch.where(found > _LEAST * wanted, wanted / found, 0.0)
+
+
+def _scaled(fragment: Fragment, flat: Tensor, places: Sequence[int], factors: Tensor) -> Tensor:
     """Multiply parameters of a flat tensor by these factors, in place."""
-    views = _flat_views(fragment, flat)
-    for i, factor in zip(places, factors, strict=True):
-        for (part,) in unshared(views[i]):
-            part.mul_(factor)
+    views = fragment.views(flat)
+    torch._foreach_mul_([views[i] for i in places], list(factors.unbind()))
+    return flat

@@ -31,7 +31,7 @@ class Tiled:
 
     def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
         count = sum(each.count for each in _grids(fragment))
-        chunks = torch.zeros(count, self.coder.block, dtype=torch.float32)
+        chunks = outer_grad.new_zeros(count, self.coder.block)
         for view, grid, part in _parts(fragment, outer_grad, chunks):
             grid.cut(view, part)
         reply = yield Message(chunks.view(-1), self.coder)
@@ -43,7 +43,7 @@ class Tiled:
 
     def _whole(self, fragment: Fragment, chunks: Tensor) -> Tensor:
         """The flat fragment from its tiles."""
-        flat = torch.empty(fragment.numel, dtype=torch.float32)
+        flat = chunks.new_empty(fragment.numel)
         for view, grid, part in _parts(fragment, flat, chunks.view(-1, self.coder.block)):
             grid.join(part, view)
         return flat
@@ -139,13 +139,12 @@ class Codebook:
     def __init__(self, block: int) -> None:
         self.block = block
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
+    def encode(self, values: Tensor) -> Tensor:
         books, codes = zip(*map(_encode, self._rows(values)), strict=True)
-        return torch.cat([*books, *codes], out=payload)
+        return torch.cat([*books, *codes])
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float32) if out is None else out
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
         head = -(-numel // self.block) * _BOOK_BYTES
         books = payload[:head].clone().view(torch.float32).view(-1, 2)  # cloned, because it may be unaligned
         codes = payload[head:]

@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..tensors.slices import longest
 from .base import Codec, Coder, Plain
 from .block import Integers
 from .cast import Cast
-
-_PIECE = 1 << 18
-"""Number of values in one step, so that the sort keys need little memory compared to the message."""
 
 _POSITIONS = 1 << 12
 """Number of positions in a chunk: a position has 12 bits."""
@@ -38,27 +36,25 @@ class TopK:
         self.k = k
         self.values = values
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
-        kept, positions = [torch.zeros(0, dtype=torch.float32)], [torch.zeros(0, dtype=torch.int64)]
-        for piece in values.split(max(1, _PIECE // self.block) * self.block):
-            missing = -piece.numel() % self.block
-            rows = (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(-1, self.block)
+    def encode(self, values: Tensor) -> Tensor:
+        kept, positions = [values.new_zeros(0)], [values.new_zeros(0, dtype=torch.int64)]
+        for part in values.split(max(1, longest(values.device) // self.block) * self.block):
+            missing = -part.numel() % self.block
+            rows = (torch.cat([part, part.new_zeros(missing)]) if missing else part).view(-1, self.block)
             where = self._largest(rows)
             kept.append(rows.gather(1, where).view(-1))
             positions.append(where.view(-1))
-        return torch.cat([self.values.encode(torch.cat(kept)), _pack(torch.cat(positions))], out=payload)
+        return torch.cat([self.values.encode(torch.cat(kept)), _pack(torch.cat(positions))])
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
         num_chunks = -(-numel // self.block)
         num_kept = num_chunks * self.k
         head = self.values.num_bytes(num_kept)
-        rows = torch.zeros(num_chunks, self.block, dtype=torch.float32)
+        rows = torch.zeros(num_chunks, self.block, dtype=torch.float32, device=payload.device)
         positions = _unpack(payload[head:], num_kept).view(num_chunks, self.k)
         kept = payload[:head].clone()  # a copy, because the payload may be unaligned for fp32
         rows.scatter_(1, positions, self.values.decode(kept, num_kept).view(num_chunks, self.k))
-        values = rows.view(-1)[:numel]
-        return values if out is None else out.copy_(values)
+        return rows.view(-1)[:numel]
 
     def num_bytes(self, numel: int) -> int:
         num_kept = -(-numel // self.block) * self.k
@@ -69,7 +65,7 @@ class TopK:
         # The bits of magnitudes, read as integers, have the order of the magnitudes; non-finite values are the largest.
         # The position fills the low bits of the key. No two keys are equal, and every machine chooses the same values.
         magnitude = rows.view(torch.int32).bitwise_and(0x7FFFFFFF).to(torch.int64)
-        from_end = torch.arange(_POSITIONS - 1, _POSITIONS - 1 - self.block, -1)
+        from_end = torch.arange(_POSITIONS - 1, _POSITIONS - 1 - self.block, -1, device=rows.device)
         keys = magnitude.mul_(_POSITIONS).add_(from_end).topk(self.k, dim=1).values
         return (_POSITIONS - 1) - (keys % _POSITIONS)
 

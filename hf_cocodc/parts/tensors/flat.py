@@ -16,7 +16,7 @@ _MOST_THREADS = 4
 
 def flat_zeros(numel: int) -> Tensor:
     """A flat fp32 tensor of `numel` zeros on the host, where the link reads it."""
-    return torch.zeros(numel, dtype=torch.float32)
+    return torch.zeros(numel, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def split_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -58,6 +58,18 @@ def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
         elif isinstance(value, dict):
             tensors += tensors_in(value)
     return tensors
+
+
+def moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A nested state with its tensors on a device."""
+    return {
+        name: moved(value, device)
+        if isinstance(value, dict)
+        else value.to(device)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
 
 
 def alone(tensor: Tensor) -> Tensor:

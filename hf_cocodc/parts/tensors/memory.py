@@ -1,146 +1,184 @@
-"""Memory for flat tensors: buffers for reuse, and the way from a device to the link and back."""
+"""Where flat tensors rest, where they are computed with, and the way between the two."""
 
-import bisect
+import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 HOST = torch.device("cpu")
-_NEAR = 1.125
-"""Lengths that differ by no more than this factor share buffers of the larger length."""
 
 
-class Pool:
-    """Flat buffers for reuse. Any thread may take and give.
+class Home:
+    """Where flat tensors rest, and the device on which they are computed with: that of the model's parameters.
+
+    Code that computes brings a slice in (`visit`), computes, and brings the result back (`store`). Where both are one device,
+    a slice is its own visitor.
 
     Args:
-        lengths: numbers of values of the buffers. A buffer serves requests that fit into it but not into the next shorter one.
-            By default a buffer has the length of its first request, and serves every request that fits.
-        pinned: whether buffers are locked in the host's memory, where a GPU copies at the full speed of its bus.
+        device: of the model's parameters.
+        rests_on_host: whether flat tensors rest in memory of the host although the model is elsewhere; from pinned memory a GPU
+            copies beside its work.
     """
 
-    def __init__(
-        self, device: torch.device = HOST, lengths: Sequence[int] = (), pinned: bool = False
-    ) -> None:
-        self.device, self.lengths, self.pinned = device, sorted(lengths), pinned
-        self._spare: dict[torch.dtype, list[Tensor]] = {}
-        self._lock = threading.Lock()
-        self.given: torch.cuda.Event | None = None
-        """On a GPU: the moment when the training stream no longer uses the buffers that were given last."""
+    def __init__(self, device: torch.device = HOST, rests_on_host: bool = False) -> None:
+        self.device = device
+        self.rest = HOST if rests_on_host else device
+        self.buffers = Buffers(self.rest, device)
 
-    def length(self, numel: int) -> int:
-        """Values of the buffer that serves `numel` values."""
-        place = bisect.bisect_left(self.lengths, numel)
-        return self.lengths[place] if place < len(self.lengths) else numel
+    @property
+    def is_apart(self) -> bool:
+        """Whether flat tensors rest elsewhere than where they are computed with."""
+        return self.rest != self.device
+
+    def take(self, numel: int) -> Tensor:
+        """A flat fp32 tensor of `numel` undefined values, at rest."""
+        return self.buffers.take(numel)
+
+    def give(self, *flats: Tensor) -> None:
+        """Return flat tensors; do not use them afterwards."""
+        self.buffers.give(*flats)
+
+    def visit(self, part: Tensor) -> Tensor:
+        """A slice of a flat tensor, on the device."""
+        return part if part.device == self.device else part.to(self.device, non_blocking=True)
+
+    def store(self, part: Tensor, values: Tensor) -> None:
+        """Write values of the device to a slice of a flat tensor. The host may read them after `settle`."""
+        if values is not part:
+            part.copy_(values, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait until what was stored is there, before the host reads flat tensors."""
+        if self.is_apart and has_streams(self.device):
+            torch.cuda.synchronize(self.device)
+
+
+class Buffers:
+    """Flat buffers for reuse: the host clears new memory page by page, and pinning it takes longer still.
+
+    Any thread may take and give. On an accelerator torch itself reuses memory, and `give` does nothing.
+
+    Args:
+        device: of the buffers.
+        user: the device that copies from and to them; if it is a GPU, buffers of the host are pinned.
+    """
+
+    def __init__(self, device: torch.device = HOST, user: torch.device = HOST) -> None:
+        self._device, self._user = device, user
+        self._spare: dict[tuple[int, torch.dtype], list[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        self._lent = WeakIdKeyDictionary()
+        self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A flat buffer of `numel` undefined values: the shortest spare one that serves."""
-        length = self.length(numel)
+        """A flat buffer of `numel` undefined values."""
         with self._lock:
-            spare = self._spare.get(dtype, [])
-            place = bisect.bisect_left(spare, length, key=_room)
-            fits = place < len(spare) and (not self.lengths or _room(spare[place]) == length)
-            whole = spare.pop(place) if fits else None
-        if whole is None:
-            whole = torch.empty(length, dtype=dtype, device=self.device, pin_memory=self.pinned)
-        return whole.as_strided((numel,), (1,))
+            spare = self._spare.get((numel, dtype))
+            buffer, given = spare.pop() if spare else (None, None)
+        if buffer is None:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            if self._is_for_gpu:
+                pin(buffer)
+        if given is not None:  # its last user was perhaps another stream
+            torch.cuda.current_stream(self._user).wait_event(given)
+        if self._device == HOST:
+            self._lent[buffer] = True
+        return buffer
 
     def give(self, *buffers: Tensor) -> None:
-        """Return buffers to the pool; do not use them afterwards. Buffers that the pool would not make are freed."""
+        """Return buffers; do not use them afterwards."""
+        if self._device != HOST:
+            return
+        given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
         with self._lock:
-            if self.device.type == "cuda":
-                self.given = torch.cuda.current_stream(self.device).record_event()
             for each in buffers:
-                ours = not self.lengths or _room(each) in self.lengths
-                if ours and (not self.pinned or each.is_pinned()):
-                    bisect.insort(self._spare.setdefault(each.dtype, []), each, key=_room)
+                if self._lent.pop(
+                    each, False
+                ):  # a codec makes means of its own: with them the memory would grow
+                    self._spare.setdefault((each.numel(), each.dtype), []).append((each, given))
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that are kept for reuse now."""
+        return sum(buffer.nbytes for spare in self._spare.values() for buffer, _ in spare)
+
+    @property
+    def _is_for_gpu(self) -> bool:
+        return self._device == HOST and has_streams(self._user)
 
 
-def shared_lengths(numels: Iterable[int]) -> list[int]:
-    """Lengths of buffers for tensors of these lengths, none much longer than its tensors.
+def has_streams(device: torch.device) -> bool:
+    """Whether work for this device is queued on streams, beside the thread that gives it."""
+    return device.type == "cuda" and torch.cuda.is_initialized()
 
-    >>> shared_lengths([100, 95, 40, 38])
-    [100, 40]
+
+def pin(buffer: Tensor) -> None:
+    """Lock the memory of a tensor of the host in place, so that a GPU copies it at the full speed of its bus.
+
+    torch's own pinned memory comes in powers of two: up to twice as much.
     """
-    lengths: list[int] = []
-    for numel in sorted(numels, reverse=True):
-        if not lengths or lengths[-1] > _NEAR * numel:
-            lengths.append(numel)
-    return lengths
+    if buffer.numel():
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        _Registration.of(buffer)
 
 
-def _room(buffer: Tensor) -> int:
-    """Values that fit into a buffer's memory."""
-    return buffer.untyped_storage().nbytes() // buffer.element_size()
+class _Registration:
+    """Ends the lock on a tensor's memory when the tensor is freed."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> None:
+        buffer._hf_cocodc_registration = cls(buffer.data_ptr())  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # CUDA may have ended before
+            torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
-class Departure:
-    """A flat tensor that the link's thread reads on the host: the tensor itself, or a copy if it is on a device.
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Inside the block, this thread's work for a GPU goes to a stream beside training; at its end it is done.
 
-    A GPU makes the copy on a stream of its own, after the work that the training stream has when the departure is made. Neither
-    the training stream nor the training thread waits for it. Do not write to the tensor before the transfer has ended.
+    On other devices nothing changes.
     """
-
-    def __init__(self, flat: Tensor, host: Pool) -> None:
-        self.flat, self._host = flat, host
-        self._copy: Tensor | None = None
-        self._lock = threading.Lock()
-        self._written = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-
-    def fetch(self) -> Tensor:
-        """The tensor on the host, for the link's thread, which waits for the copy. A further attempt gets the same copy."""
-        if self.flat.device == self._host.device:
-            return self.flat
-        with self._lock:
-            if self._copy is None:
-                self._copy = self._fetch(self._host.take(self.flat.numel()))
-            return self._copy
-
-    def _fetch(self, copy: Tensor) -> Tensor:
-        if self._written is None:
-            return copy.copy_(self.flat)
-        with _aside(self.flat.device) as stream:
-            stream.wait_event(self._written)
-            copy.copy_(self.flat, non_blocking=True)
-        return copy
-
-    def end(self) -> None:
-        """Return the copy's memory: the transfer has ended, and its result was used."""
-        if self._copy is not None:
-            self._host.give(self._copy)
-            self._copy = None
-
-
-def bring(flat: Tensor, home: Pool) -> Tensor:
-    """A copy of a flat tensor of the host in memory of `home`; called by the link's thread, which waits for it.
-
-    A GPU receives it on the stream by which outer gradients leave: training goes on meanwhile.
-    """
-    if home.device.type != "cuda":
-        return home.take(flat.numel()).copy_(flat)
-    with _aside(home.device) as stream:
-        copy = home.take(flat.numel())
-        if home.given is not None:
-            stream.wait_event(home.given)
-        copy.copy_(flat, non_blocking=True)
-    return copy
-
-
-@contextmanager
-def _aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Inside the block, this thread's work for a GPU goes to a stream of its own; at the end of the block it is done."""
+    if not has_streams(device):
+        yield
+        return
     stream = _side_stream(device)
     # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's GPU
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield stream
+        yield
         stream.synchronize()
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for all copies from and to that device."""
+    """The stream for all work of links on that device."""
     return torch.cuda.Stream(device)
+
+
+class Departure:
+    """The moment at which the training stream has written what a link's thread will read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._written = torch.cuda.current_stream(device).record_event() if has_streams(device) else None
+
+    def wait(self, *used: Tensor) -> None:
+        """Let the current stream wait for it. `used`: tensors that this stream will read; they must not be freed under it."""
+        if self._written is None:
+            return
+        torch.cuda.current_stream().wait_event(self._written)
+        used_here(*used)
+
+
+def used_here(*tensors: Tensor) -> None:
+    """Say that the current stream uses tensors that another stream has made: their memory is not used again under it."""
+    for each in tensors:
+        if has_streams(each.device):
+            each.record_stream(torch.cuda.current_stream(each.device))

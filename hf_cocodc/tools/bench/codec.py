@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from statistics import median
 
 import torch
@@ -12,8 +11,10 @@ from ...errors import InputError, nearest, shown
 from ...link.base import drive
 from ...parts import codecs
 from ...parts.choose import CODECS
-from ...parts.codecs.base import Codec, CodecState, Message, Reply
+from ...parts.codecs.base import Codec, CodecState, Message, Reply, slices, weighted_mean
 from ...parts.fragments import Fragment
+from ...parts.tensors.flat import moved
+from ...parts.tensors.memory import HOST, has_streams
 from .report import BenchReport, Row
 
 KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
@@ -30,10 +31,13 @@ _NOTES = (
 )
 
 
-def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> BenchReport:
+def measure(
+    numel: int, repeat: int, only: Sequence[str] | None = None, device: torch.device = HOST
+) -> BenchReport:
     """Measure codecs on `numel` fp32 values: one row per codec, with the medians of `repeat` measurements; both at least 1.
 
-    `only` names codecs; None takes all that a recipe can name. Raises InputError if one is unknown.
+    The values are on `device`, where they are encoded. `only` names codecs; None takes all that a recipe can name. Raises
+    InputError if one is unknown.
     """
     for name in only or ():
         if name not in KNOWN:
@@ -41,7 +45,7 @@ def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Bench
     num_matrices, rest = divmod(numel, _SIDE * _SIDE)
     shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
     fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST).to(device)
     samples: dict[str, list[float]] = {}
     rows = [_row(name, KNOWN[name](), fragment, values, repeat, samples) for name in only or KNOWN]
     setting = {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}
@@ -57,14 +61,14 @@ def _row(
     samples: dict[str, list[float]],
 ) -> Row:
     """The row of a codec; its single measurements join `samples`."""
-    target, state, memory = torch.empty_like(values), codec.init(fragment), dict[int, tuple[Tensor, Tensor]]()
+    target, state = torch.empty_like(values), moved(codec.init(fragment), values.device)
     copies, encodes, decodes, busy = [], [], [], []
     for _ in range(repeat + 1):
-        start = time.perf_counter()
+        start = now(values.device)
         target.copy_(values)
-        copies.append(time.perf_counter() - start)
+        copies.append(now(values.device) - start)
         start = time.process_time()
-        encode, decode, mean = _transfer(codec, fragment, values, state, memory)
+        encode, decode, mean = _transfer(codec, fragment, values, state)
         busy.append(time.process_time() - start)
         encodes.append(encode)
         decodes.append(decode)
@@ -87,25 +91,29 @@ def _row(
 
 
 def _transfer(
-    codec: Codec,
-    fragment: Fragment,
-    values: Tensor,
-    state: CodecState,
-    memory: dict[int, tuple[Tensor, Tensor]],
+    codec: Codec, fragment: Fragment, values: Tensor, state: CodecState
 ) -> tuple[float, float, Tensor]:
     """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean."""
-    encoded, turns = 0.0, count()
+    encoded = 0.0
 
     def exchange(message: Message) -> Reply:
         nonlocal encoded
-        coder, numel, turn = message.coder, message.values.numel(), next(turns)
-        if turn not in memory:  # later transfers reuse the buffers of this message, as a link does
-            memory[turn] = torch.empty(coder.num_bytes(numel), dtype=torch.uint8), torch.empty(numel)
-        payload, mean = memory[turn]
-        coder.encode(message.values, out=payload)
-        encoded = time.perf_counter()
-        return Reply(coder.decode(payload, numel, out=mean), lambda: mean)
+        coder, numel = message.coder, message.values.numel()
+        [parts] = slices(coder, numel, 1)
+        payloads = [coder.encode(message.values[part]) for part in parts]
+        encoded = now(values.device)
+        mean = torch.empty_like(message.values)
+        for payload, part in zip(payloads, parts, strict=True):
+            weighted_mean([payload], [1.0], coder, part.stop - part.start, out=mean[part])
+        return Reply(mean, lambda: mean)
 
-    start = time.perf_counter()
+    start = now(values.device)
     mean = drive(codec.converse(values, fragment, state), exchange).mean
-    return encoded - start, time.perf_counter() - encoded, mean
+    return encoded - start, now(values.device) - encoded, mean
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done its work."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -27,7 +27,8 @@ from ...net.wire import Wire
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import digest
-from ...parts.tensors.pieces import cores
+from ...parts.tensors.memory import HOST
+from ...parts.tensors.slices import cores
 from .codec import KNOWN
 from .report import BenchReport, Row
 from .workers import run, serve, start_here
@@ -175,7 +176,9 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
 def _measure(link: TcpLink, trial: Trial) -> Figures:
     fragment, codec = trial.fragment(), trial.make_codec()
     state = codec.init(fragment)
-    outer_grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(link.region))
+    outer_grad = torch.randn(
+        fragment.numel, generator=torch.Generator(HOST).manual_seed(link.region), device=HOST
+    )
     round_trips = []
     for _ in range(ROUND_TRIPS):
         start = time.perf_counter()
@@ -200,7 +203,6 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
                 f"{trial.codec!r} or in the link; please report it."
             )
         seconds.append(max(each.seconds for each in records))
-        link.give(arrival.result.mean)
     return Figures(
         regions=link.num_regions,
         connections=link.view.connections,

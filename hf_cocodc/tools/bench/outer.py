@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.synchronizer import Synchronizer
-from ...link.base import Arrival, Handle, MeanRequest
+from ...link.base import Arrival, ArrivedHandle, Handle, MeanRequest
 from ...link.lockstep import LockstepHub, LockstepLink
 from ...parts.codecs.base import Result
 from ...parts.schedules import every
+from ...parts.tensors.memory import HOST
 from ...resolve import from_config
 from ...settings import OuterConfig
+from .codec import now
 from .report import BenchReport, Row
 
 _NOTES = (
     "bytes per param: the least that must be read and written; a merge that needs norms reads its inputs twice.",
     "times the copy: time divided by that of a plain copy that reads and writes as many bytes, timed just before.",
-    "send: takes the snapshot and the outer gradient, and checks that it is finite. land: merges, and writes the local params. "
+    "send: takes the snapshot and the outer gradient, and its norm. land: the outer step, the merge, and the local params. "
     "Both are whole calls of Synchronizer.step, in the training thread, for a transfer that has already ended.",
-    "outer step: new global params and outer state from the mean; in the link's thread, by one thread, while training goes on. "
-    "land at once: a landing without overlap: the training thread waits and takes the outer step itself.",
+    "A landing takes the outer step, too: new global params and outer state from the mean.",
     "SGD: torch.optim.SGD with Nesterov momentum, tensor by tensor. It moves the global params and no local ones.",
 )
 _COPIED = 24
@@ -35,24 +34,25 @@ _INTERVAL = 500
 """Inner steps between two sends, nearly all of them idle."""
 _WHOLE: dict[str, Any] = {"fragment_pattern": "whole", "num_fragments": 1}
 _LANDINGS: dict[str, tuple[OuterConfig, int]] = {
-    "land, replace (diloco)": (OuterConfig(method="diloco"), 8),
-    "land, mix (streaming)": (OuterConfig(method="streaming", mixing_alpha=0.5, **_WHOLE), 12),
-    "land, compensate (cocodc)": (OuterConfig(method="cocodc", **_WHOLE), 28),
+    "land, replace (diloco)": (OuterConfig(method="diloco"), 24),
+    "land, mix (streaming)": (OuterConfig(method="streaming", mixing_alpha=0.5, **_WHOLE), 28),
+    "land, compensate (cocodc)": (OuterConfig(method="cocodc", **_WHOLE), 44),
 }
-"""Methods, and bytes per parameter of their landings: new global params 4 read, local params 4 written; a merge reads 4 more;
-compensation reads the snapshot, 4, and reads all three once more."""
+"""Methods, and bytes per parameter of their landings: outer gradient 4, momentum 8, global params 8, local params 4; a merge
+reads 4 more; compensation reads the snapshot, 4, and reads all three once more."""
 _STEP_BYTES = 20
 """Bytes per parameter of an outer step: outer gradient 4, momentum 8, global params 8."""
 _SGD: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> BenchReport:
+def measure(numel: int, repeat: int, threads: Sequence[int] = (), device: torch.device = HOST) -> BenchReport:
     """One row for each part of a send and a landing, and rows for comparison (a copy, SGD): medians of `repeat` measurements.
 
-    The model has about `numel` parameters. `threads` has numbers of threads to measure with; by default one, and torch's own.
+    The model has about `numel` parameters, on `device`. `threads` has numbers of threads to measure with; by default one, and
+    torch's own.
     """
     shapes = llama_like(numel)
-    clock = _Clock(sum(math.prod(shape) for shape in shapes))
+    clock = _Clock(sum(math.prod(shape) for shape in shapes), device)
     before = torch.get_num_threads()
     counts = list(dict.fromkeys(threads or (1, before)))
     rows: list[Row] = []
@@ -73,16 +73,10 @@ def _rows(shapes: Sequence[tuple[int, ...]], clock: "_Clock", repeat: int) -> li
     clock.copies.clear()
     rows: list[Row] = []
     for what, (config, bytes_per_param) in _LANDINGS.items():
-        rounds = _rounds(config, shapes, clock, repeat, overlap_steps=1)
+        rounds = _rounds(config, shapes, clock, repeat)
         if not rows:  # up to the merge all methods do the same
-            at_once = _rounds(config, shapes, clock, repeat, overlap_steps=0)
             rows.append(clock.row("idle step", None, [each.idle for each in rounds]))
             rows.append(clock.row("send", 16, [each.send for each in rounds]))
-            rows.append(clock.row("outer step", _STEP_BYTES, [each.step for each in rounds]))
-            # a send, and a landing that reads and writes what an outer step does, and writes local params
-            rows.append(
-                clock.row("send and land at once", 16 + _STEP_BYTES + 4, [each.send for each in at_once])
-            )
         rows.append(clock.row(what, bytes_per_param, [each.landing for each in rounds]))
     rows += [
         clock.row(f"SGD, {name}", _STEP_BYTES, _sgd(shapes, clock, repeat, kind))
@@ -116,16 +110,21 @@ class _Sample(NamedTuple):
 class _Clock:
     """Times calls, each of them after a plain copy."""
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel, self.device = numel, device
         self.copies: list[float] = []
         self.samples: dict[str, list[float]] = {}
-        self._source = torch.ones(_COPIED // 8 * numel)
+        self._source = torch.ones(_COPIED // 8 * numel, device=device)
         self._target = torch.zeros_like(self._source)
 
     def time(self, call: Callable[[], Any]) -> _Sample:
-        self.copies.append(_seconds(lambda: self._target.copy_(self._source)))
-        return _Sample(_seconds(call), self.copies[-1])
+        self.copies.append(self._seconds(lambda: self._target.copy_(self._source)))
+        return _Sample(self._seconds(call), self.copies[-1])
+
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        start = now(self.device)
+        call()
+        return now(self.device) - start
 
     def row(self, what: str, bytes_per_param: int | None, samples: Sequence[_Sample]) -> Row:
         self.samples[what] = [sample.seconds for sample in samples]
@@ -145,48 +144,23 @@ class _Interval(NamedTuple):
 
     idle: _Sample
     send: _Sample
-    step: _Sample
     landing: _Sample
 
 
 class _Answered(LockstepLink):
-    """The link of a single region whose mean is there at once; its own thread does the work of a link's thread."""
+    """The link of a single region whose mean is there at once."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(LockstepHub(1), region=0, num_regions=1)
-        self._mean = torch.empty(numel)
-        self._thread: threading.Thread | None = None
-        self.seconds = 0.0
-        """Time that the thread worked for the last transfer."""
+        self._mean = torch.empty(numel, device=device)
 
     def mean(self, request: MeanRequest) -> Handle:
-        then = request.then
         arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (request.trailer(),), 0, 0.0, 0.0, (0,))
-
-        def work() -> None:
-            self.seconds = 0.0 if then is None else _seconds(lambda: then(arrival))
-
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-        return _NoLinkHandle(self, arrival)
-
-    def rest(self) -> None:
-        """Wait until the thread has done its work."""
-        if self._thread is not None:
-            self._thread.join()
+        return ArrivedHandle(arrival)
 
     def refresh(self, grad: Tensor) -> None:
         """Set the next mean, as a landing has overwritten the last one."""
         self._mean.copy_(grad)
-
-
-class _NoLinkHandle:
-    def __init__(self, link: _Answered, arrival: Arrival) -> None:
-        self._link, self._arrival = link, arrival
-
-    def wait(self) -> Arrival:
-        self._link.rest()
-        return self._arrival
 
 
 def _rounds(
@@ -194,14 +168,14 @@ def _rounds(
     shapes: Sequence[tuple[int, ...]],
     clock: _Clock,
     repeat: int,
-    overlap_steps: int,
 ) -> list[_Interval]:
     """Rounds of a method on a model of these shapes, without checksums, which the link's thread computes."""
     model = nn.Module()
-    model.params = nn.ParameterList(_tensors(shapes, scale=0.02))
+    model.params = nn.ParameterList(_tensors(shapes, 0.02, clock.device))
     params = [param.detach() for param in model.parameters()]
-    link, grad = _Answered(clock.numel), 1e-3 * torch.randn(clock.numel)
-    method = dataclasses.replace(from_config(config), schedule=every(_INTERVAL, overlap_steps))
+    link = _Answered(clock.numel, clock.device)
+    grad = 1e-3 * torch.randn(clock.numel, device=clock.device)
+    method = dataclasses.replace(from_config(config), schedule=every(_INTERVAL, 1))
     synchronizer = Synchronizer(model, method, link, digest_interval=sys.maxsize)
 
     def idle() -> None:
@@ -214,29 +188,21 @@ def _rounds(
         quiet = clock.time(idle)
         link.refresh(grad)
         send = clock.time(lambda: synchronizer.step(1e-3))
-        link.rest()
-        step = _Sample(link.seconds, send.copy_s)
         torch._foreach_mul_(params, 1.001)  # an inner step, for the merge to keep
         landing = clock.time(lambda: synchronizer.step(1e-3))
-        rounds.append(_Interval(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, step, landing))
+        rounds.append(_Interval(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, landing))
     return rounds[2:]  # in the first rounds memory is newly allocated
 
 
 def _sgd(
     shapes: Sequence[tuple[int, ...]], clock: _Clock, repeat: int, kind: dict[str, bool]
 ) -> list[_Sample]:
-    params = [nn.Parameter(tensor) for tensor in _tensors(shapes, scale=0.02)]
+    params = [nn.Parameter(tensor) for tensor in _tensors(shapes, 0.02, clock.device)]
     for param in params:
         param.grad = 1e-3 * torch.randn_like(param)
     sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, **kind)
     return [clock.time(sgd.step) for _ in range(repeat + 1)][1:]  # the first step allocates the momentum
 
 
-def _tensors(shapes: Sequence[tuple[int, ...]], scale: float) -> list[Tensor]:
-    return [scale * torch.randn(shape) for shape in shapes]
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _tensors(shapes: Sequence[tuple[int, ...]], scale: float, device: torch.device) -> list[Tensor]:
+    return [scale * torch.randn(shape, device=device) for shape in shapes]

@@ -78,7 +78,7 @@ def machine() -> Row:
     import psutil
     import torch
 
-    from ...parts.tensors.pieces import cores
+    from ...parts.tensors.slices import cores
 
     return {
         "system": platform.system(),

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from ... import __version__
 from ...net.addresses import is_loopback, own_address
 from ...net.pacing import can_pace
-from ...parts.tensors.pieces import cores
+from ...parts.tensors.slices import cores
 
 OK, WARN, WRONG, UNKNOWN = "ok", "warn", "wrong", "-"
 _WIDTH = 100

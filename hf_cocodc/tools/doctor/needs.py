@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from ...engine.footprint import forecast
+from ...engine.footprint import memory as memory_of
 from ...methods import Method
 from ...parts.schedules import AgreedStats, Land, Send
 from ...parts.tensors.flat import tensors_in
-from ...parts.tensors.memory import HOST
+from ...parts.tensors.memory import HOST, Home
 from ...resolve import from_config
+from ...run.supported import rests_on_host
 from ...settings.recipe import Recipe
 
 _EVENTS = 400
@@ -42,16 +43,18 @@ def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
     """What the run of a recipe takes."""
     method = from_config(recipe.outer)
     fragments = method.fragments(model)
-    device = _META if recipe.outer.device == "model" else HOST
-    memory = forecast(model, fragments, method, num_regions, device)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    size, params = sum(param.nbytes for param in trained), sum(param.numel() for param in trained)
+    has_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
+    room = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+    home = Home(_META, rests_on_host(recipe.outer, params, room)) if has_gpu else Home()
+    memory = memory_of(fragments, method, num_regions, home)
     flying = most_in_flight(method, len(fragments))
     outer = {where: each.kept + each.per_transfer * flying + each.staged for where, each in memory.items()}
     weights = sum(param.nbytes for param in model.parameters())
-    trained = [param for param in model.parameters() if param.requires_grad]
-    size, params = sum(param.nbytes for param in trained), sum(param.numel() for param in trained)
     optim = str(recipe.training.get("optim", "adamw_torch"))
     has_adam = "adam" in optim or "muon" in optim  # Muon has half of it
-    states = 1 + len(tensors_in(method.outer.init(torch.zeros(1))))
+    states = 1 + len(tensors_in(method.outer.init(torch.zeros(1, device=HOST))))
     return Needs(
         params=params,
         training=weights + size * (3 if has_adam else 1),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...run.gpus import shares, sharing
 from .facts import OK, WARN, WRONG, Disk, Finding, Machine, unknown
 from .needs import Needs
 
@@ -19,7 +20,7 @@ def versions(machine: Machine) -> Finding:
 
 
 def devices(machine: Machine, regions_here: int, use_cpu: bool) -> Finding:
-    """Whether torch can use the devices of this machine, and each region has one."""
+    """Whether torch can use the devices of this machine, and whether regions share them."""
     cpu = f"the CPU ({machine.cores} cores)"
     if use_cpu:
         return Finding("devices", OK, f"training.use_cpu: trains on {cpu}")
@@ -36,11 +37,12 @@ def devices(machine: Machine, regions_here: int, use_cpu: bool) -> Finding:
     if not machine.devices:
         return Finding("devices", OK, f"no GPU: trains on {cpu}")
     words = ", ".join(f"{each.name} ({each.total / 1e9:.0f} GB)" for each in machine.devices)
-    if len(machine.devices) < regions_here:
+    shared = sharing(len(machine.devices), regions_here)
+    if shared is not None:
         return Finding(
             "devices",
-            WRONG,
-            f"{regions_here} regions on this machine, but {len(machine.devices)} GPU(s): {words}. Each region needs one.",
+            WARN,
+            f"{words}. {shared}",
             "hf-cocodc train RECIPE --region 0 --coordinator HOST:PORT    # one region here, the others elsewhere",
         )
     return Finding("devices", OK, words)
@@ -53,18 +55,20 @@ def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bo
     findings = []
     host = needs.outer_on_host
     if machine.devices and not use_cpu:
-        share = max(1, len(machine.devices) // regions_here)
-        least = min(machine.devices[: share * regions_here], key=lambda each: each.free)
-        need = needs.training + needs.outer_on_device
+        taken = [each for own in shares(range(len(machine.devices)), regions_here) for each in own]
+        tightest = min(set(taken), key=lambda each: machine.devices[each].free / taken.count(each))
+        device, models = machine.devices[tightest], taken.count(tightest)
+        on = "on a rank that holds the whole model" if models == 1 else f"which {models} regions share"
         findings.append(
             _fits(
                 "GPU memory",
-                f"{least.name}, on a rank that holds the whole model",
-                need,
-                least.free,
-                least.total,
+                f"{device.name}, {on}",
+                models * (needs.training + needs.outer_on_device),
+                device.free,
+                device.total,
                 "nvidia-smi    # which processes hold it",
-                "smaller parts (FSDP2 over more ranks, an adapter), or a smaller model, and outer.device=host",
+                "smaller parts (FSDP2 over more ranks, an adapter), or a smaller model, and outer.device=host"
+                + (", or fewer regions here" if models > 1 else ""),
             )
         )
     else:

@@ -28,11 +28,10 @@ class Cargo(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """When a transfer's outer step is ready, and the seconds that the link and the outer step took, without waiting."""
+    """When a transfer's mean is there, and the seconds that the link took, without waiting."""
 
     ready_s: float
     link_s: float
-    step_s: float = 0.0
 
 
 class Line(Protocol):
@@ -179,7 +178,7 @@ class _Run:
             self.now += waited
             self._blocked_s += waited
             self.staleness = max(self.staleness, self.step - sent_at)
-            self._measured.hear(fragment, _arrival(flight), sum(each.step_s for each in flight.carried))
+            self._measured.hear(fragment, _arrival(flight))
         self.now += work.land_s  # also where nothing was sent, and a mean of zero lands
 
 

@@ -87,7 +87,6 @@ class Codes(NamedTuple):
         encode_s: to encode all that this region sends.
         decode_s: to decode all that it receives, and to find the mean.
         piece_bytes: size of a piece; pieces are encoded while others travel.
-        step_s: of the outer step, if the link's thread takes it.
     """
 
     messages: int = 1
@@ -95,7 +94,6 @@ class Codes(NamedTuple):
     encode_s: float = 0.0
     decode_s: float = 0.0
     piece_bytes: int = 1 << 20
-    step_s: float = 0.0
 
 
 class TcpLine:
@@ -128,8 +126,8 @@ class TcpLine:
         ends = begin + OVERHEAD_S
         for _ in range(codes.messages):
             ends += self._message_s(part.num_bytes / codes.messages, codes, ends)
-        self._free_s = ends + codes.step_s
-        return Carried(self._free_s, ends - begin, codes.step_s)
+        self._free_s = ends
+        return Carried(ends, ends - begin)
 
     def _message_s(self, num_bytes: float, codes: Codes, begin: float) -> float:
         """Seconds from the first piece that is encoded to the last that is decoded."""

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from ...engine.footprint import forecast as memory_of
-from ...engine.stepping import steps_ahead
+from ...engine.footprint import memory as memory_of
 from ...link.base import drive
-from ...link.exchange import num_pieces
+from ...link.exchange import num_frames
 from ...methods import Method
 from ...parts.blocks import find_blocks
 from ...parts.codecs.base import Message, Reply, swaps_whole
 from ...parts.fragments import Fragment
 from ...parts.schedules import every
-from ...parts.tensors.memory import HOST
+from ...parts.tensors.memory import HOST, Home
 from ...resolve import from_config, settings
 from ...settings import OuterConfig
 from ...settings.recipe import Recipe
@@ -100,22 +99,19 @@ class Subject:
         shown: dict[str, Any] = settings(config)
         messages, scatters = _conversation(config, self.regions)
         codec = str(shown["codec"])
-        at_once = not steps_ahead(method, HOST, num_lanes=1)
         works, codes = [], {}
         for fragment in self.fragments(config, method):
             num_bytes = max(method.codec.wire_bytes(fragment, r, self.regions) for r in range(self.regions))
             encodes, decodes = (1 + 1 / self.regions, 2.0) if scatters else (1.0, float(self.regions))
             payload = num_bytes / max(self.regions - 1, 1) / messages / (2 if scatters else 1)
-            step_s = self.speeds.step * fragment.numel
             codes[num_bytes] = Codes(
                 messages=messages,
                 scatters=scatters,
                 encode_s=encodes * self.speeds.encode.get(codec, 0.0) * fragment.numel,
                 decode_s=decodes * self.speeds.decode.get(codec, 0.0) * fragment.numel,
-                piece_bytes=math.ceil(payload / num_pieces(int(payload), self.connections)),
-                step_s=0.0 if at_once else step_s,
+                piece_bytes=math.ceil(payload / num_frames(int(payload), self.connections)),
             )
-            land_s = self.speeds.landing(method) * fragment.numel + (step_s if at_once else 0.0)
+            land_s = self.speeds.landing(method) * fragment.numel
             works.append(Work([Cargo(num_bytes)], self.speeds.send * fragment.numel, land_s))
         where = (self.link, self.connections, self.regions - 1, self.limit, codes)
         lines = [TcpLine(*where, seed) for seed in range(trials)]
@@ -126,8 +122,8 @@ class Subject:
         """The forecast of a run with these settings."""
         method, trials = from_config(config), self.trials(config)
         average = mean(trials)
-        device = HOST if config.device == "host" else torch.device("meta")
-        memory = memory_of(self.model, self.fragments(config, method), method, self.regions, device)
+        home = Home(torch.device("meta"), rests_on_host=config.device == "host")
+        memory = memory_of(self.fragments(config, method), method, self.regions, home)
         taken = {
             where: each.kept + each.per_transfer * average.in_flight + each.staged
             for where, each in memory.items()
@@ -153,7 +149,7 @@ def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
     changes = {"rank": _LOW_RANK} if settings(config)["codec"] == "lowrank" else {}
     codec = from_config(OuterConfig(**{**vars(config), **changes})).codec
     fragment = Fragment(0, ("matrix",), ((_SIDE, _SIDE),), _SIDE * _SIDE)
-    values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(fragment.numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST)
     messages: list[Message] = []
 
     def answer(message: Message) -> Reply:

@@ -13,6 +13,7 @@ import torch
 
 from ...errors import CocodcError, InputError
 from ...methods import Method
+from ...parts.tensors.memory import HOST
 from ...run.journal import read
 from ..bench import codec, outer
 
@@ -90,40 +91,37 @@ def _reason(stderr: str) -> str:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds per value: to encode and decode, by the codec's name; and of an outer step (`step`).
+    """Seconds per value: to encode and decode, by the codec's name; and of the training thread's sends and landings.
 
-    `send` and `land` are those of the training thread; `land` is by what the merge reads: replace, mix or compensate.
+    `land` is by what the merge reads: replace, mix or compensate; the outer step is in it.
     """
 
     encode: Mapping[str, float] = field(default_factory=dict)
     decode: Mapping[str, float] = field(default_factory=dict)
     send: float = 0.0
-    step: float = 0.0
     land: Mapping[str, float] = field(default_factory=dict)
 
     def landing(self, method: Method) -> float:
-        """Seconds per value of this method's landings, without their outer steps."""
+        """Seconds per value of this method's landings."""
         merge = method.merge
         reads = "compensate" if merge.measure is not None else "mix" if merge.reads_local else "replace"
         return self.land.get(reads, 0.0)
 
 
 def measure(codecs: Sequence[str], accelerated: bool) -> Speeds:
-    """Measure this machine for some seconds. Where a GPU trains (`accelerated`), the link's thread may use half the cores."""
-    from ...parts.tensors.pieces import HostThreads
-
-    before, most = torch.get_num_threads(), HostThreads(not accelerated).in_training()
+    """Measure this machine for some seconds, on its GPU if one trains (`accelerated`)."""
+    device = torch.device("cuda") if accelerated and torch.cuda.is_available() else HOST
+    before = torch.get_num_threads()
     try:
-        torch.set_num_threads(most if accelerated else 1)
-        rows = {row["codec"]: row for row in codec.measure(CODEC_VALUES, REPEAT, codecs).rows}
+        torch.set_num_threads(1)  # the link's thread has one
+        rows = {row["codec"]: row for row in codec.measure(CODEC_VALUES, REPEAT, codecs, device).rows}
     finally:
         torch.set_num_threads(before)
-    report = outer.measure(OUTER_VALUES, REPEAT, [most])
+    report = outer.measure(OUTER_VALUES, REPEAT, [before], device)
     took = {row["what"]: row["ms"] / 1e3 / report.setting["parameters"] for row in report.rows}
     return Speeds(
         encode={name: 4e-9 / row["encode GB/s"] for name, row in rows.items()},
         decode={name: 4e-9 / row["decode GB/s"] for name, row in rows.items()},
         send=took["send"],
-        step=took["outer step"],
         land={reads: took[row] for reads, row in _ROWS.items()},
     )

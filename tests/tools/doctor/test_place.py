@@ -15,6 +15,8 @@ GB = 10**9
 HERE = Machine(versions={"torch": "2.13.0"}, available=16 * GB, total=32 * GB, cores=8)
 GPU = Device("a GPU", 70 * GB, 80 * GB)
 WITH_GPU = replace(HERE, devices=(GPU, GPU))
+ROOMY = replace(HERE, available=900 * GB, total=900 * GB, devices=(replace(GPU, free=76 * GB),) * 2)
+UNEVEN = replace(ROOMY, devices=(GPU, replace(GPU, free=12 * GB)))
 NEEDS = Needs(10**9, 8 * GB, 1 * GB, 4 * GB, 10 * GB, 3)
 DISK = Disk(folder=Path("/data"), is_writable=True, free=100 * GB, total=500 * GB)
 
@@ -33,7 +35,7 @@ def test_versions() -> None:
     [
         (HERE, 2, False, OK, "no GPU: trains on the CPU (8 cores)"),
         (WITH_GPU, 2, False, OK, "a GPU (80 GB), a GPU (80 GB)"),
-        (WITH_GPU, 3, False, WRONG, "3 regions on this machine, but 2 GPU(s)"),
+        (WITH_GPU, 3, False, WARN, "3 regions share 2 GPU(s): an inner step takes up to 2 times as long"),
         (WITH_GPU, 3, True, OK, "training.use_cpu"),
         (replace(HERE, accelerator="mps"), 1, False, OK, "mps; its memory is not known here"),
         (replace(HERE, unused=8), 1, False, WRONG, "the driver has 8 GPU(s), and torch 2.13.0 can use none"),
@@ -43,7 +45,7 @@ def test_devices(machine: Machine, regions: int, use_cpu: bool, level: str, word
     """Each region needs a device that torch can use, where the machine has any."""
     line = place.devices(machine, regions, use_cpu)
     assert line.level == level and words in line.words
-    assert (line.command is not None) == (level == WRONG)
+    assert (line.command is not None) == (level != OK)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,12 @@ def test_devices(machine: Machine, regions: int, use_cpu: bool, level: str, word
         (WITH_GPU, replace(NEEDS, training=75 * GB), 1, {"GPU memory": WRONG, "memory": OK}),
         (WITH_GPU, replace(NEEDS, training=65 * GB), 1, {"GPU memory": WARN, "memory": OK}),
         (WITH_GPU, replace(NEEDS, outer_on_host=40 * GB), 1, {"GPU memory": OK, "memory": WRONG}),
+        (ROOMY, NEEDS, 14, {"GPU memory": OK, "memory": OK}),  # 7 times 9 of 76 GB on each
+        (ROOMY, NEEDS, 15, {"GPU memory": WARN, "memory": OK}),  # 8 times 9 of 76 GB on one
+        (ROOMY, NEEDS, 17, {"GPU memory": WRONG, "memory": OK}),  # 9 times 9
+        (UNEVEN, NEEDS, 2, {"GPU memory": OK, "memory": OK}),
+        (UNEVEN, NEEDS, 3, {"GPU memory": OK, "memory": OK}),  # two where there is room
+        (UNEVEN, NEEDS, 4, {"GPU memory": WRONG, "memory": OK}),
         (HERE, None, 1, {"memory": UNKNOWN}),
     ],
 )
@@ -63,6 +71,13 @@ def test_memory(machine: Machine, needs: Needs | None, regions: int, levels: dic
     """What a run takes, against what is free: on the device, and on the host."""
     lines = place.memory(machine, needs, regions, use_cpu=False)
     assert {each.topic: each.level for each in lines} == levels
+
+
+def test_a_gpu_that_regions_share_holds_them_all() -> None:
+    """The one where it is tightest is named, with what all its regions take."""
+    line = place.memory(UNEVEN, NEEDS, 4, use_cpu=False)[0]
+    assert "a GPU, which 2 regions share: weights" in line.words
+    assert "at least 18 GB, 12 GB of 80 GB are free" in line.words and "or fewer regions here" in line.words
 
 
 def test_what_can_never_fit_has_no_command() -> None:

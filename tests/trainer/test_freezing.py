@@ -1,8 +1,9 @@
-"""Trainers whose callbacks unfreeze layers, switch between layers, or add an adapter while regions train."""
+"""Trainers whose callbacks freeze and unfreeze layers, or add an adapter, while regions train."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hf_cocodc import simulate
-from hf_cocodc.errors import HandshakeError
+from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from tests.run.test_resuming import make
@@ -40,14 +41,6 @@ class Lisa(TrainerCallback):
             layer.requires_grad_(place == (1 + state.global_step // 2) % 4)
 
 
-def frozen(folder: Path, link: Link, name: str, callback: TrainerCallback) -> Trainer:
-    """A Trainer whose optimizer knows every parameter, and whose model has frozen layers when training begins."""
-    trainer = make(folder, link, name, (callback,))
-    trainer.create_optimizer()
-    layers(trainer.model)[0].requires_grad_(False)
-    return trainer
-
-
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
 
@@ -56,39 +49,53 @@ def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
-def adoptions(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read(folder / "cocodc" / "journal.jsonl") if event["kind"] == "adopt"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind"), [("streaming", Gradually), ("cocodc", Lisa), ("dilocox", Gradually)]
-)
-def test_layers_that_are_unfrozen_are_trained_together(
-    name: str, kind: type[TrainerCallback], tmp_path: Path
-) -> None:
-    """Regions end equal, and a run that is resumed after an adoption ends with the same bits."""
+@pytest.mark.parametrize("name", ["streaming", "cocodc"])
+def test_layers_that_take_turns_are_trained_together(name: str, tmp_path: Path) -> None:
+    """All are trainable when training begins. Regions end equal, and a run that is resumed ends with the same bits."""
 
     def whole(region: int, link: Link) -> dict[str, Tensor]:
-        trainer = frozen(tmp_path / "whole", link, name, kind())
+        trainer = make(tmp_path / "whole", link, name, (Lisa(),))
         trainer.train()
         return weights(trainer)
 
     def again(region: int, link: Link) -> dict[str, Tensor]:
-        trainer = frozen(tmp_path / "again", link, name, kind())
+        trainer = make(tmp_path / "again", link, name, (Lisa(),))
         trainer.train(resume_from_checkpoint=True)
         return weights(trainer)
 
     mine, theirs = simulate(whole, regions=2)
     same(mine, theirs)
-    adopted = adoptions(tmp_path / "whole" / "region-1")
-    assert {each.split(".")[2] for event in adopted for each in event["averaged"]} == {"0"}
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for later in range(12, 15):
         for region in range(2):
             shutil.rmtree(tmp_path / "again" / f"region-{region}" / f"checkpoint-{later}")
     for end in simulate(again, regions=2):
         same(end, mine)
+
+
+def refused(folder: Path, build: Callable[[], nn.Module], callback: TrainerCallback, name: str) -> None:
+    """The run ends in every region with the parameter's name, also in the journal."""
+
+    def live(region: int, link: Link) -> None:
+        more = {"save_strategy": "no", "lr_scheduler_type": "constant"}
+        trainer = make(folder, link, "streaming", (callback,), model=build(), **more)
+        with pytest.raises(InputError, match=name):
+            trainer.train()
+        events = read(folder / f"region-{region}" / "cocodc" / "journal.jsonl")
+        [error] = [event for event in events if event["kind"] == "error"]
+        assert "is trainable now, and was not when the run began" in error["message"]
+
+    simulate(live, regions=2)
+
+
+def test_a_layer_that_is_unfrozen_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = llama()
+        layers(model)[0].requires_grad_(False)
+        return model
+
+    refused(tmp_path, build, Gradually(), r"model\.layers\.0\..* is trainable now")
 
 
 class Adding(TrainerCallback):
@@ -104,23 +111,11 @@ class Adding(TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["diloco", pytest.param("cocodc", marks=pytest.mark.slow)])
-def test_an_adapter_that_is_added_is_trained_together(name: str, tmp_path: Path) -> None:
-    """From region 0's random numbers; the adapter from before stays adopted, though PEFT has frozen it."""
+def test_an_adapter_that_is_added_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM"))
 
-    def live(region: int, link: Link) -> dict[str, Tensor]:
-        model = get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM"))
-        trainer = make(
-            tmp_path, link, name, (Adding(),), model=model, save_strategy="no", lr_scheduler_type="constant"
-        )
-        trainer.train()
-        return weights(trainer)
-
-    mine, theirs = simulate(live, regions=2)
-    assert any(".second." in each for each in mine)
-    same(mine, theirs)
-    [event] = adoptions(tmp_path / "region-0")
-    assert all(".second." in each for each in event["created"]) and not event["averaged"]
+    refused(tmp_path, build, Adding(), r"\.second\..* is trainable now")
 
 
 class Borrowed(TrainerCallback):
@@ -135,16 +130,13 @@ class Borrowed(TrainerCallback):
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # of older releases of PEFT
 @pytest.mark.parametrize("saved_at", [5, 9])
 def test_a_base_that_was_trained_beside_adapters_is_resumed(saved_at: int, tmp_path: Path) -> None:
-    """Also where it is frozen again when the checkpoint is saved, and frozen when the run is resumed."""
+    """Also where it is frozen when the checkpoint is saved."""
 
     def train(folder: Path, link: Link, resumes: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)  # of the base, which no checkpoint holds
         model = get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM"))
+        model.get_submodule("base_model.model.model.norm").requires_grad_(True)
         trainer = make(folder, link, "diloco", (Borrowed(),), model=model, save_steps=saved_at, max_steps=12)
-        trainer.create_optimizer()
-        norm = model.get_submodule("base_model.model.model.norm").weight
-        if norm not in set(trainer.optimizer.param_groups[1]["params"]):
-            trainer.optimizer.param_groups[1]["params"].append(norm)
         trainer.train(resume_from_checkpoint=resumes)
         return weights(trainer)
 
@@ -176,32 +168,5 @@ def test_frozen_weights_that_come_apart_end_the_run_with_their_name(tmp_path: Pa
             HandshakeError, match=r"in model\.layers\.1\.mlp\.up_proj\.weight \(region 1 and region 0\)"
         ):
             trainer.train()
-
-    simulate(live, regions=2)
-
-
-class Alone(TrainerCallback):
-    """Unfreezes a layer in one region alone."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        if state.global_step == 2 and "region-1" in args.output_dir:
-            layers(model)[1].requires_grad_(True)
-
-
-def test_a_layer_that_one_region_unfreezes_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """In every region; the link is left in good order, and the journal says why."""
-
-    def live(region: int, link: Link) -> None:
-        model = llama()
-        layers(model)[1].requires_grad_(False)
-        trainer = make(tmp_path, link, "streaming", (Alone(),), model=model, save_strategy="no")
-        with pytest.raises(HandshakeError, match=r"only region 1 has model\.layers\.1\..* and 6 more"):
-            trainer.train()
-        [error] = [
-            event
-            for event in read(tmp_path / f"region-{region}" / "cocodc" / "journal.jsonl")
-            if event["kind"] == "error"
-        ]
-        assert "do not train the same parameters" in error["message"]
 
     simulate(live, regions=2)
