@@ -186,8 +186,8 @@ class Traffic:
         def find() -> tuple[CodecState, Tensor]:
             state = now if earlier is None else self._codec_after(earlier, earlier.handle.wait())
             # added on the device: this may be the training thread, and bringing a number there would wait
-            carried = torch.zeros((), dtype=torch.float64, device=device) + square_of_residuals(state)
-            return state, self._link.total(carried.view(1))[0]
+            carried = torch.zeros(1, dtype=torch.float64, device=device) + square_of_residuals(state)
+            return state, self._link.total(carried)[0]
 
         if self._link.num_lanes > 1 or getattr(self._link, "replicas", False):
             find()  # the ranks of a region call each other only in their training threads
