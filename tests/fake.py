@@ -49,7 +49,7 @@ class Waited(AssertionError):
 
 
 class Fake:
-    """Where `is_training` is true, nobody may wait for the device; elsewhere every value that is read is 1.
+    """Where `is_training` is true, nobody may wait for the device; elsewhere every value that is read there is `answer`.
 
     Attributes:
         calls: number of torch's operations so far, views included.
@@ -57,6 +57,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.is_training = True
+        self.answer = 1.0
         self.calls = 0
 
     @contextmanager
@@ -94,7 +95,7 @@ class _Reads(TorchFunctionMode):
         [tensor] = args
         if tensor.device != HOST and self._fake.is_training:
             raise Waited(f"{func.__name__} reads a value of {tensor.device}")
-        values = np.array(getattr(tensor, "own_numbers", 1.0))
+        values = np.array(getattr(tensor, "own_numbers", self._fake.answer))
         values = np.broadcast_to(values, tuple(tensor.shape)).astype(str(tensor.dtype).removeprefix("torch."))
         return values if func is Tensor.numpy else getattr(values, func.__name__)()
 

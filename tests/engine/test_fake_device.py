@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -225,6 +226,34 @@ def test_rounds_of_a_sharded_region(codec: str, fake: Fake) -> None:
     for _ in range(5):
         region.step(0.1)
     assert region.totals.landings == 2
+
+
+@pytest.mark.parametrize("rests_on_host", [False, True], ids=["model", "host"])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_rounds_of_a_region_that_comes_in(codec: str, rests_on_host: bool, fake: Fake) -> None:
+    """It follows landings in which it has no part."""
+    link = FakeLink(fake)
+    link.is_elastic, link.takes_part = True, lambda: False  # type: ignore[method-assign]
+    config = OuterConfig(method="diloco", sync_interval=2, codec=codec, error_feedback=codec != "fp32")
+    region = synchronizer(
+        fake, link, config, Home(FAR, rests_on_host), *SHAPES, dtype=torch.bfloat16, guard=Guard()
+    )
+    for _ in range(5):
+        region.step(0.1)
+    assert region.totals.landings == 2
+
+
+@pytest.mark.parametrize("name", ["diloco", "eager", "cocodc"])
+@pytest.mark.parametrize("rests_on_host", [False, True], ids=["model", "host"])
+def test_rounds_whose_values_are_not_finite(name: str, rests_on_host: bool, fake: Fake) -> None:
+    """The link's thread finds that, and the landing changes nothing."""
+    config = OuterConfig(method=name, **settings(name, overlaps=True))
+    region = synchronizer(fake, FakeLink(fake), config, Home(FAR, rests_on_host), *SHAPES, guard=Guard())
+    fake.answer = math.nan
+    for _ in range(9):
+        region.step(0.1)
+    assert region.totals.landings >= 2
+    assert all(each.voids for each in region.fragments)
 
 
 def reading(here: MergeSlice, info: MergeInfo) -> Tensor:
