@@ -73,7 +73,7 @@ class Exchange:
             received = {other: self._take(self._inbox[other][index]) for other in view.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = part.stop - part.start
-            into = mean[part]
+            into = _slice(mean, part)
             try:
                 here = into if into.device == self._home.device else None
                 reduced = weighted_mean(payloads, shares, coder, numel, divisor, out=here)
@@ -115,7 +115,7 @@ class Exchange:
 
     def _encode(self, owner: int, part: slice) -> Tensor:
         """The payload of a slice, on the device; it is kept for `Reply.own`."""
-        payload = self._coder.encode(self._home.visit(self._values[part]))
+        payload = self._coder.encode(self._home.visit(_slice(self._values, part)))
         self._own[owner].append(payload)
         return payload
 
@@ -155,6 +155,11 @@ class Exchange:
         """The values that this region's own payloads encode, on the device."""
         parts = [part for owner in self._own for part in self._slices[owner]]
         return decode_slices([each for owned in self._own.values() for each in owned], self._coder, parts)
+
+
+def _slice(flat: Tensor, part: slice) -> Tensor:
+    """A slice of a flat tensor; most messages have only one."""
+    return flat if part.stop - part.start == flat.numel() else flat[part]
 
 
 def frames(payload: Tensor, connections: int) -> list[tuple[int, Tensor]]:
