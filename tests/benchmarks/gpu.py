@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.parts.tensors.slices import cores
@@ -36,6 +36,8 @@ LONGEST_S = 150.0
 """For one row."""
 START_S = 15.0
 """About what a row takes beside its steps."""
+LAST_LINES = 12
+"""Of what a region that failed has printed."""
 ROUNDS = {20: 3, 100: 1}
 """Rounds that are measured, by H. One comes before them, in which memory is newly allocated."""
 SHORTER = 2.5
@@ -156,25 +158,20 @@ class Crew:
         if not self._workers:
             self._workers = [self._start(region) for region in range(2)]
         self._rows += 1
-        deadline = time.monotonic() + limit_s
-        line = (
-            json.dumps({"row": f"row-{self._rows}", "regions": regions, "port": _free_port(), **row}) + "\n"
-        )
-        found = []
+        place = {"row": f"row-{self._rows}", "regions": regions, "port": _free_port()}
+        asked = self._workers[:regions]
         try:
-            for worker in self._workers[:regions]:
+            for worker in asked:
                 assert worker.stdin is not None
-                worker.stdin.write(line)
+                worker.stdin.write(json.dumps({**place, **row}) + "\n")
                 worker.stdin.flush()
-            for worker in self._workers[:regions]:
-                answer = _answer(worker, deadline)
-                if "found" not in answer:
-                    raise RuntimeError(answer["failed"])
-                found.append(answer["found"])
+            return _answers(asked, time.monotonic() + limit_s)
         except (RuntimeError, OSError) as error:
             self.close()
+            for log in sorted(self._folder.glob("log.*")):
+                lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                say("\n".join([f"the last lines of region {log.suffix[1:]}:", *lines]))
             return str(error)
-        return found
 
     def close(self) -> None:
         for worker in self._workers:
@@ -197,15 +194,21 @@ class Crew:
         return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
 
 
-def _answer(worker: subprocess.Popen, deadline: float) -> dict[str, Any]:
-    assert worker.stdout is not None
-    ready, _, _ = select.select([worker.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-    if not ready:
-        raise RuntimeError("took too long")
-    line = worker.stdout.readline()
-    if not line:
-        raise RuntimeError("its process has ended")
-    return json.loads(line)
+def _answers(workers: Sequence[subprocess.Popen], deadline: float) -> list[Any]:
+    """What each region has found. Raises RuntimeError as soon as one has failed, or at the deadline."""
+    found: dict[IO[str], Any] = {}
+    outputs = [worker.stdout for worker in workers if worker.stdout is not None]
+    while len(found) < len(outputs):
+        waiting = [each for each in outputs if each not in found]
+        ready, _, _ = select.select(waiting, [], [], max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            raise RuntimeError("took too long")
+        for output in ready:
+            answer = json.loads(output.readline() or '{"failed": "its process has ended"}')
+            if "failed" in answer:
+                raise RuntimeError(answer["failed"])
+            found[output] = answer["found"]
+    return [found[output] for output in outputs]
 
 
 def _free_port() -> int:
@@ -239,7 +242,7 @@ class Study:
     def do(self, job: Training | str) -> None:
         """Measure one thing, if time is left."""
         title = job if isinstance(job, str) else job.title
-        why, batch = self._obstacle(job)
+        why = self._obstacle(job)
         if why:
             self.not_run.append({"what": title, "why": why})
             say(f"{title}: not run: {why}")
@@ -250,30 +253,28 @@ class Study:
         elif isinstance(job, str):
             failed = self._measure(job, limit_s)
         else:
-            failed = self._train(job, batch, limit_s)
+            failed = self._train(job, limit_s)
         if failed:
             self.failed.append({"what": title, "why": failed})
             say(f"{title}: {failed}")
 
-    def _obstacle(self, job: Training | str) -> tuple[str, int]:
-        """Why something cannot be run, if so; and the batch of a training."""
+    def _obstacle(self, job: Training | str) -> str:
+        """Why something cannot be run, if so."""
         if self.left_s < START_S:
-            return "the time is over", 0
+            return "the time is over"
         if isinstance(job, str):
-            return "", 0
+            return ""
         if job.torchft is not None and not self.has_torchft:
-            return "torchft is not installed (pip install torchft==0.2.0)", 0
-        size = self._sizes[job.size]
-        free = self.about["free"]
-        batch = size.fitting(job.regions, free)
-        if not batch:
+            return "torchft is not installed (pip install torchft==0.2.0)"
+        size, free = self._sizes[job.size], self.about["free"]
+        if not size.fitting(job.regions, free):
             need = job.regions * size.takes(1) / 1e9
-            return f"it takes about {need:.0f} GB of GPU memory, and {free / 1e9:.0f} are free", 0
+            return f"it takes about {need:.0f} GB of GPU memory, and {free / 1e9:.0f} are free"
         base = self.bases.get((job.size, job.regions))
         steps = (1 + ROUNDS[job.interval]) * self._interval(job)
         if base is not None and START_S + steps * base["step_s"] > self.left_s:
-            return "too little time is left", 0
-        return "", batch
+            return "too little time is left"
+        return ""
 
     @property
     def _sizes(self) -> dict[str, Size]:
@@ -282,13 +283,14 @@ class Study:
     def _interval(self, job: Training) -> int:
         return round(job.interval / SHORTER) if self.tiny else job.interval
 
-    def _train(self, job: Training, batch: int, limit_s: float) -> str:
-        interval = self._interval(job)
+    def _train(self, job: Training, limit_s: float) -> str:
+        interval, size = self._interval(job), self._sizes[job.size]
+        batch = size.fitting(job.regions, self.about["free"])
         answers = self.crew.ask(
             job.regions,
             limit_s,
             kind="train",
-            shape=self._sizes[job.size].shape,
+            shape=size.shape,
             batch=batch,
             steps=[interval, (1 + ROUNDS[job.interval]) * interval],
             interval=interval,
@@ -310,9 +312,8 @@ class Study:
         base = self.bases.get((job.size, job.regions))
         self.trained.append(figures(job, batch, interval, found, base))
         row = self.trained[-1]
-        say(
-            f"{job.title}: {row['ms a step']:.1f} ms a step, {_times(row['over alone'])}, longest {row['longest s']:.2f} s"
-        )
+        beside = f"{row['ms a step']:.1f} ms a step, {_times(row['over alone'])}"
+        say(f"{job.title}: {beside}, longest {row['longest s']:.2f} s")
         return ""
 
     def _measure(self, what: str, limit_s: float) -> str:
@@ -412,21 +413,16 @@ def run_tests(report: Path, limit_s: float) -> Row | str:
     if done.returncode not in (0, 1):
         lines = done.stdout.strip().splitlines()
         return next((line for line in lines if line.startswith("E ")), lines[-1])[:300]
-    suites = list(ElementTree.parse(report).getroot())
-    tests, errors, failures, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites)
-        for name in ("tests", "errors", "failures", "skipped")
-    )
-    failed = errors + failures
-    names = [
-        case.get("name", "")
-        for suite in suites
-        for case in suite
-        if {*("failure", "error")} & {each.tag for each in case}
-    ]
-    passed = tests - failed - skipped
-    return {"tests": tests, "passed": passed, "failed": failed, "skipped": skipped, "seconds": seconds} | {
-        "names of failed ones": ", ".join(names) or None
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [case.get("name", "") for case in cases if {"failure", "error"} & {each.tag for each in case}]
+    skipped = sum("skipped" in {each.tag for each in case} for case in cases)
+    return {
+        "tests": len(cases),
+        "passed": len(cases) - len(failed) - skipped,
+        "failed": len(failed),
+        "skipped": skipped,
+        "seconds": seconds,
+        "names of failed ones": ", ".join(failed) or None,
     }
 
 

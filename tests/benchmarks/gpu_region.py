@@ -227,7 +227,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     folder = Path(spec["folder"])
     answers = os.fdopen(os.dup(1), "w")
-    log = os.open(folder / f"log.{spec['region']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(folder / f"log.{spec['region']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else HOST

@@ -154,6 +154,40 @@ def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
     assert alone["MB sent"] < 0.1 < ours["MB sent"]
 
 
+def test_a_training_is_held_against_the_one_without_us() -> None:
+    """Time and GPU memory beyond Trainer alone, beside the forecast; a batch shrinks until all regions fit."""
+    alone = {
+        "parameters": 2_000_000,
+        "step_s": 0.1,
+        "longest_s": 0.2,
+        "held_s": 0.0,
+        "counted_s": 0.0,
+        "sent": 0,
+    }
+    memory = {"peak": 20 * 10**9, "event_peak": 4 * 10**9, "resting": 3 * 10**9, "forecast": None}
+    alone |= memory
+    ours = {
+        **alone,
+        "step_s": 0.15,
+        "held_s": 3.0,
+        "counted_s": 1.5,
+        "sent": 6 * 10**6,
+        "forecast": 4 * 10**9,
+    }
+    ours |= {"peak": 22 * 10**9, "event_peak": 8 * 10**9}
+    job = gpu.Training("diloco", {"method": "diloco"}, interval=20)
+    row = gpu.figures(job, 16, 20, ours, alone)
+    assert (row["parameters"], row["H"], row["batch"]) == ("2M", 20, 16)
+    assert row["over alone"] == pytest.approx(1.5) and row["lost s a round"] == pytest.approx(1.0)
+    assert (row["held s a round"], row["counted / held"], row["MB sent"]) == (1.0, 0.5, 2.0)
+    # in training 2 GB more; at an event, when activations are gone, 5 GB more than rests then without us
+    assert (row["peak GB"], row["more GB"], row["forecast GB"], row["more / forecast"]) == (22, 5, 4, 1.25)
+    base = gpu.figures(gpu.Training(gpu.ALONE), 16, 20, alone, alone)
+    assert (base["over alone"], base["more GB"], base["held s a round"]) == (1, None, None)
+    size = gpu.Size({}, 16, parameters=1e9, state_bytes=24, block_bytes=1e9)
+    assert [size.fitting(2, free) for free in (None, 80e9, 79e9, 50e9, 49e9)] == [16, 16, 8, 1, 0]
+
+
 @pytest.mark.slow
 def test_the_program_for_a_gpu_rehearses_on_cpus(tmp_path: Path) -> None:
     """All that it measures on a GPU, tiny: every row is there, and every figure is finite."""
