@@ -147,7 +147,7 @@ class Traffic:
         def trailer() -> Trailer:
             departure.wait(square, outer_grad)
             state, residuals = codec()
-            norm, carried = torch.stack([square, residuals]).sqrt().cpu().tolist()
+            norm, carried = map(math.sqrt, torch.stack([square, residuals]).cpu().tolist())
             transfer.is_finite = math.isfinite(norm)
             counts = bool(share) and transfer.is_finite
             transfer.norm = norm if counts else 0.0
