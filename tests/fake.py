@@ -86,11 +86,7 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.data_ptr:
-<<<<<<< HEAD
-            return self._address(args[0])
-=======
             return args[0].untyped_storage()._cdata << 24  # as far apart as memory of these sizes would be
->>>>>>> 09a9a0860b9c8c046253d779918fa803e4047984
         if func not in _READS:
             found = func(*args, **(kwargs or {}))
             if func is torch.tensor and found.device == HOST:
