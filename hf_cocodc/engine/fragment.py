@@ -90,7 +90,7 @@ class FragmentState:
 
     def move_to(self, shards: Mapping[str, Tensor]) -> None:
         """Use other memory for the local params: `shards` is what this rank holds now, by name."""
-        self.local = LocalParams(self.fragment.views_of(shards))
+        self.local = LocalParams(self.fragment.views_of(shards), self.home.device)
 
     def gather(self) -> Tensor:
         """The local params in a flat tensor of their own."""
@@ -376,5 +376,5 @@ def adopt(
 
 def hold(fragment: Fragment, shards: Mapping[str, Tensor], home: Home) -> FragmentState:
     """The state of a fragment whose global params are the present local ones; without outer state."""
-    local = LocalParams(fragment.views_of(shards))
+    local = LocalParams(fragment.views_of(shards), home.device)
     return FragmentState(fragment, local, home, local.gather(home.take(fragment.numel), home))

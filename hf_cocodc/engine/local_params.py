@@ -13,15 +13,18 @@ from ..parts.tensors.slices import Cut, cuts, longest
 class LocalParams:
     """The trainable parameters of one fragment (of a sharded model, this rank's shards), slice by slice.
 
+    `device`: where slices are read, and from where they are written; by default the first parameter's. A model may lie
+    on several devices.
+
     Attributes:
         cuts: the slices.
         numels: number of values of each parameter, fp64 on the device: brought there once, because training waits for that.
         is_rounded: whether the model stores values with less precision than fp32.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], device: torch.device | None = None) -> None:
         self.params = list(params)
-        self.device = self.params[0].device
+        self.device = device or self.params[0].device
         self.is_rounded = any(param.dtype != torch.float32 for param in self.params)
         numels = [param.numel() for param in self.params]
         self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
@@ -35,8 +38,10 @@ class LocalParams:
         """The values of a slice in fp32, on their device: written to `into`, or perhaps the parameter's own memory."""
         parts = self._parts[index]
         if into is None:
-            if len(parts) == 1 and parts[0].dim() == 1 and parts[0].dtype == torch.float32:
-                return parts[0]
+            [first, *others] = parts
+            is_plain = first.dim() == 1 and first.dtype == torch.float32 and first.device == self.device
+            if is_plain and not others:
+                return first
             into = torch.empty(self.cuts[index].numel, dtype=torch.float32, device=self.device)
         copy_all_(_shaped(self.cuts[index].views(into), parts), parts)
         return into

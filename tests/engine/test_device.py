@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,30 @@ def test_where_the_outer_state_is_kept_changes_no_number(
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
     else:
         torch.testing.assert_close(found, expected, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("rests_on_host", [False, True])
+@pytest.mark.parametrize("name", ["diloco", "cocodc"])
+def test_a_model_may_be_spread_over_devices(name: str, rests_on_host: bool) -> None:
+    """As `device_map` spreads it: everything is computed with on the first parameter's device."""
+
+    def live(index: int, link: Link, spread: bool) -> list[Tensor]:
+        model = Blocks(START)
+        if spread:
+            model.layers[0].to(FAR)
+        home = Home(FAR, rests_on_host) if spread else Home()
+        synchronizer = Synchronizer(model, from_config(method_config(name)), link, home=home)
+        for step in range(1, STEPS + 1):
+            for seed, param in enumerate(model.parameters()):
+                noise = torch.Generator().manual_seed(1000 * index + 10 * step + seed)
+                moved = param.detach().cpu() + 0.05 * torch.randn(param.shape, generator=noise)
+                param.detach().copy_(moved)
+            synchronizer.step(0.05)
+        synchronizer.finish()
+        return [param.detach().cpu() for param in model.parameters()]
+
+    found, expected = (run_in_lockstep(2, partial(live, spread=spread)) for spread in (True, False))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming", "eager"])
