@@ -74,8 +74,11 @@ Told = Mapping[int, Mapping[str, list[str]]]
 
 
 @torch.no_grad()
-def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step: int, record: Record) -> int:
-    """Compare the model of all regions at the end of a run; returns its checksum. A collective call, for each lane's shards.
+def check_same_end(
+    link: Link, model: nn.Module, adopted: Collection[str], step: int, record: Record
+) -> tuple[int, list[str]]:
+    """Compare the model of all regions at the end of a run; returns its checksum, and the names of tensors that were changed. A
+    collective call, for each lane's shards.
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
     other data (running statistics of batch normalization): floating-point ones are averaged over the regions, others take the
@@ -86,6 +89,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
     held = contents(model)
     buffers = dict(model.named_buffers())
     lines, digest = _lines(held, buffers, adopted)
+    changed: list[str] = []
     wrong = ""
     if len({other.digest for other in link.gather(StepChecksum(step, digest), "the end of the run")}) > 1:
         listings = texts(link, "\n".join(lines), "the checksums of the model")
@@ -95,6 +99,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
         for fate, names in _fates(differing, answers).items():
             for name in names if fate != _OWN else ():
                 _make_equal(link, local_shard(held[name]), fate == _AVERAGED, f"{name} at the end")
+                changed.append(name)
             if names:
                 _tell(fate, names, min(answers), step, record)
         _, digest = _lines(held, buffers, adopted)
@@ -108,7 +113,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
-    return digest
+    return digest, changed
 
 
 def _lines(

@@ -1,6 +1,7 @@
 """Checks that a saved state fits the model and the method of this run."""
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -49,6 +50,20 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
         ]
         for f in fragments
     ]
+
+
+def laid_out(layout: Sequence[Sequence[Sequence[Any]]]) -> tuple[Fragment, ...]:
+    """The fragments of which `layout` has told."""
+    return tuple(
+        Fragment(
+            index,
+            tuple(name for name, *_ in params),
+            tuple(tuple(shape) for _, shape, *_ in params),
+            sum(math.prod(shape) for _, shape, *_ in params),
+            {i: tuple(rows[0]) for i, (_, _, *rows) in enumerate(params) if rows},
+        )
+        for index, params in enumerate(layout)
+    )
 
 
 def sound_counts(value: Any, levels: int = 0) -> None:

@@ -56,6 +56,7 @@ class FragmentState:
         far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
         nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
         trained: what this region had trained at the last send; later steps are in no transfer yet.
+        has_written: whether local params were written since somebody has asked (`Synchronizer.take_written`).
     """
 
     fragment: Fragment
@@ -78,6 +79,7 @@ class FragmentState:
     far_losses: int = 0
     nonfinite_rounds: int = 0
     trained: Trained = Trained()
+    has_written: bool = False
 
     @property
     def codec_remembers(self) -> bool:
@@ -99,6 +101,7 @@ class FragmentState:
     def show(self, flat: Tensor) -> None:
         """Copy a flat tensor into the local params."""
         self.local.show(flat, self.home)
+        self.has_written = True
 
     def checksum(self) -> Callable[[], int]:
         """For the link's thread: computes the checksum of the present global params, once, because the tensor may change."""
@@ -198,7 +201,7 @@ class FragmentState:
                 merged = merge.apply(here.merge(index, new_global)._replace(scales=own), info)
                 values = torch.where(is_sound, merged, new_global)
             self.local.write(index, values)
-        self.global_params, self.outer = after, state
+        self.global_params, self.outer, self.has_written = after, state, True
         self.home.give(mean)
         self._retire(transfer, before)
 

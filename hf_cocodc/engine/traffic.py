@@ -188,7 +188,7 @@ class Traffic:
             carried = torch.as_tensor(square_of_residuals(state), dtype=torch.float64, device=device)
             return state, self._link.total(carried.view(1))[0]
 
-        if self._link.num_lanes > 1 or getattr(self._link, "replicas", False):
+        if self._link.num_lanes > 1:
             find()  # the ranks of a region call each other only in their training threads
         return find
 

@@ -259,10 +259,10 @@ class JoiningRank:
     def after_step(self) -> None:
         """End the log, once no transfer in flight is from before this region came in."""
         since = self._admitted_at
-        flying = (
-            each.sent_at for fragment in self._outer.synchronizer.fragments for each in fragment.in_flight
-        )
-        if since is not None and all(sent_at > since for sent_at in flying):
+        if since is None:
+            return
+        flying = (each.in_flight_since for each in self._outer.synchronizer.facts)
+        if all(sent_at is None or sent_at > since for sent_at in flying):
             self._admitted_at = None
             if self._session is not None:
                 self._session.has_followed()
@@ -301,4 +301,4 @@ def round_steps(outer: "OuterOptimizer") -> float:
         return float(interval)
     synchronizer = outer.synchronizer
     landings = max(synchronizer.totals.landings, 1)
-    return max(1.0, synchronizer.inner_step * len(synchronizer.fragments) / landings)
+    return max(1.0, synchronizer.inner_step * len(synchronizer.facts) / landings)

@@ -22,7 +22,7 @@ from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerC
 from transformers.trainer_utils import IntervalStrategy
 
 from ..engine.agreement import StepChecksum
-from ..engine.synchronizer import Synchronizer
+from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
@@ -355,7 +355,7 @@ class Best:
                     f"{way_out}"
                 )
 
-    def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
+    def _show(self, synchronizer: Engine, best: Path, saved: Saved) -> None:
         """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""
         self._restore_buffers(best)
         synchronizer.show_saved(saved.state)
