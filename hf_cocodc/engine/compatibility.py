@@ -114,13 +114,6 @@ def _show(param: list | None) -> str:
     return f"{name} {shape}" + "".join(f" (rows {start} to {stop - 1})" for start, stop in rows)
 
 
-def form_of(state: Any) -> Any:
-    """The structure of a state for `same_structure`, with tensors on the meta device."""
-    if isinstance(state, dict):
-        return {key: form_of(value) for key, value in state.items()}
-    return state.to("meta") if isinstance(state, Tensor) else state
-
-
 def same_structure(saved: Any, expected: Any, what: str) -> None:
     """Check that a saved state has the keys and tensor shapes of a fresh one. Raises CheckpointError, which names the place."""
     if isinstance(expected, dict):

@@ -37,5 +37,5 @@ class FragmentFacts(NamedTuple):
             voids=fragment.voids,
             far_losses=fragment.far_losses,
             ordinary_loss=lower_median(fragment.losses) if fragment.losses else math.nan,
-            far_regions=fragment.far_regions,
+            far_regions=list(fragment.far_regions),
         )

@@ -18,7 +18,6 @@ from ..parts.outer import OuterTransform
 from ..parts.tensors.flat import digest, local_shard, moved
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
-from .compatibility import form_of
 from .local_params import LocalParams
 from .transfer import Trained, Transfer
 
@@ -45,7 +44,6 @@ class FragmentState:
 
     Attributes:
         global_params: flat fp32.
-        codec_form: the codec's state without values: all that ranks outside the conversations know of it.
         in_flight: transfers that have not landed, oldest first.
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
@@ -65,7 +63,6 @@ class FragmentState:
     global_params: Tensor
     outer: dict[str, Any] = field(default_factory=dict)
     codec: dict[str, Any] = field(default_factory=dict)
-    codec_form: dict[str, Any] = field(default_factory=dict)
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -84,7 +81,7 @@ class FragmentState:
     @property
     def codec_remembers(self) -> bool:
         """Whether a transfer must start from the codec's state at the end of the one before."""
-        return bool(self.codec_form)
+        return bool(self.codec)
 
     def take(self) -> Tensor:
         """A flat tensor of the fragment's length with undefined values, at rest."""
@@ -373,7 +370,6 @@ def adopt(
             state.show(state.global_params)
         state.outer = method.outer.init(state.global_params)
         state.codec = moved(method.codec.init(fragment), home.rest)
-        state.codec_form = form_of(state.codec)
         adopted.append(state)
     return adopted
 

@@ -64,33 +64,10 @@ class Replicas:
         rest: torch.device,
     ) -> None:
         self.method, self.link = method, link
-        self._model, self._rest = model, rest
-        self._build = build
+        self._model, self._build, self._rest = model, build, rest
         self._engine: Synchronizer | None = None
-        self.inner_step = 0
-        self._layout: list[list[Any]] = []
+        self.layout: list[list[Any]] = []
         self._lead(lambda engine: None, "the beginning of training")
-
-    @property
-    def totals(self) -> Totals:
-        """The leader's counters; here those of its last events. Not collective, as all that is read."""
-        return self._totals if self._engine is None else self._engine.totals
-
-    @property
-    def report(self) -> dict[str, float]:
-        return self._told.report if self._engine is None else self._engine.report
-
-    @property
-    def num_params(self) -> int:
-        return self._told.num_params
-
-    @property
-    def facts(self) -> tuple[FragmentFacts, ...]:
-        return self._facts
-
-    @property
-    def layout(self) -> list[list[Any]]:
-        return self._layout
 
     def memory(self) -> dict[torch.device, Memory]:
         """Of this rank: nothing if it has no engine."""
@@ -108,7 +85,7 @@ class Replicas:
             return engine.step(inner_lr, word, trained=trained, tokens=tokens)
 
         self.inner_step += 1
-        if self.inner_step >= self._told.next_event:
+        if self.inner_step >= self.next_event:
             return self._lead_words(step, f"the events of step {self.inner_step}")
         if self._engine is None:
             self._watch.notice()
@@ -129,7 +106,7 @@ class Replicas:
 
             if everywhere:
                 if self._engine is None:
-                    params = self._params(range(len(self._layout)))
+                    params = self._params(range(len(self.layout)))
                     block.enter_context(local_kept(self._model, params, self._rest))
                 self._lead(show, "the global weights")
             elif self._engine is not None:
@@ -222,7 +199,7 @@ class Replicas:
             totals=asdict(engine.totals),
             report=engine.report,
             facts=list(map(list, engine.facts)),
-            layout=None if layout == self._layout else layout,
+            layout=None if layout == self.layout else layout,
             written=written,
             mended=mended,
         )
@@ -230,10 +207,13 @@ class Replicas:
     @torch.no_grad()
     def _hear(self, told: _Told) -> None:
         """Know what the leader has told, and have what it has written."""
-        self._told, self.inner_step = told, told.inner_step
-        self._totals, self._facts = Totals(**told.totals), tuple(FragmentFacts(*each) for each in told.facts)
+        self.inner_step, self.next_event, self.num_params = told.inner_step, told.next_event, told.num_params
+        self.facts = tuple(FragmentFacts(*each) for each in told.facts)
+        self.totals, self.report = Totals(**told.totals), told.report
+        if self._engine is not None:  # which go on between its events
+            self.totals, self.report = self._engine.totals, self._engine.report
         if told.layout is not None:
-            self._layout = told.layout
+            self.layout = told.layout
             self._fragments = laid_out(told.layout)
             if self._engine is None:
                 self._watch = Watch(self._model, self._fragments)

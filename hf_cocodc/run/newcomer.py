@@ -22,7 +22,7 @@ from ..link.rules import Standing
 from ..link.within import main_says
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
-from ..snapshot.checkpoint import Saved, read
+from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import Inner
 from ..snapshot.receive import Received, received_in
 from ..status import tell
@@ -120,7 +120,7 @@ def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Pa
     """
     received = get_base(link, accelerator, folder)
     base = received.folder
-    saved = disk.read(base, link.lane)
+    saved = disk.read_own(link, base)
     load_inner(accelerator, base)
     # global params come with the engine: this is what is not trained, such as buffers
     local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
@@ -278,7 +278,7 @@ class JoiningRank:
         base = self._say(
             lambda session: session.get_base(self._folder), "a base from another region", received_in
         )
-        saved = read(base.folder, outer.link.lane)
+        saved = disk.read_own(outer.link, base.folder)
         rounds = (saved.facts.step - outer.inner_step) / round_steps(outer)
         if keep and rounds > MAX_MISSED:
             logger.warning(

@@ -207,7 +207,7 @@ def agree_on_beginning(
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
-        checkpoint = disk.read(folder, link.lane, checked=True)
+        checkpoint = disk.read_own(link, folder, checked=True)
         restore_buffers(model, folder, link.lane)
         return checkpoint
 

@@ -86,7 +86,7 @@ def hook_into_saving(
         checkpoint = Path(input_dir)
         refuse_damaged(outer.link, accelerator, checkpoint)
         folder[:] = [checkpoint]
-        read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
+        read[:] = [disk.read_own(outer.link, checkpoint, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result, spent = None, outer.timer()

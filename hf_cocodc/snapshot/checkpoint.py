@@ -18,21 +18,25 @@ import contextlib
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..link.base import Link
+from ..link.ranks import SharedLink
 from ..net.validation import MOST
 from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
+from ..parts.tensors.memory import HOST
 from . import manifest
 from .durable import replace, saving
 from .folders import begin_run, is_unsaved, run_of
@@ -243,9 +247,18 @@ def seal(checkpoint: Path) -> None:
         begin_run(folder, run_of(folder))
 
 
-def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
+def read_own(link: Link, checkpoint: Path, checked: bool = False) -> Saved:
+    """What this rank needs of a checkpoint: the state of its lane, without values if it has no engine. See `read`."""
+    has_engine = not isinstance(link, SharedLink) or link.is_leader
+    return read(checkpoint, link.lane, checked, with_values=has_engine)
+
+
+def read(checkpoint: Path, lane: int = 0, checked: bool = False, with_values: bool = True) -> Saved:
     """The engine's state and the facts of its run. With `checked`, the caller has compared the hashes, and this is not
     repeated.
+
+    Args:
+        with_values: else all tensors are empty.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
@@ -264,7 +277,11 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
     with refusing(checkpoint / FOLDER):
         content = _content_of(checkpoint, lane)
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
-        tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
+        tensors: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, device=HOST))
+        if with_values:
+            tensors = {
+                name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()
+            }
         state = put_together(content["state"], tensors)
         names_in(state["layout"])
         return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))

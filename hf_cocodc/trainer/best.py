@@ -33,7 +33,7 @@ from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import engine_for
 from ..settings import OuterConfig
-from ..snapshot.checkpoint import Facts, Saved, damage, read
+from ..snapshot.checkpoint import Facts, Saved, damage, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
@@ -287,7 +287,7 @@ class Best:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."
             )
-        self._show(outer.synchronizer, best, read(best, outer.link.lane, checked=True))
+        self._show(outer.synchronizer, best, read_own(outer.link, best, checked=True))
         self._note(best)
         assert self.loaded is not None
         step, value = self.loaded
@@ -300,7 +300,7 @@ class Best:
         if self._lacks_shards:
             self._load_whole(link, self._known)
         else:
-            saved = read(self._known, link.lane, checked=True)
+            saved = read_own(link, self._known, checked=True)
             config = continuing(config, saved.facts.settings)
             self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)

@@ -158,7 +158,9 @@ def observe(folder: str) -> None:
         "shown": shown,
         "final": weights(model),
         "mean": model.mean,
-        "facts": str([engine.facts, engine.totals.landings, engine.num_params, engine.layout, outer.report]),
+        "facts": str(
+            [engine.facts, engine.totals.landings, engine.num_params, engine.layout, sorted(outer.report)]
+        ),
     }
     torch.save(found, Path(folder, f"region{os.environ['HF_COCODC_REGION']}-rank{rank}.pt"))
 
