@@ -16,7 +16,7 @@
         `-- RunLeft             exit code 0   this region has left in good order, and the others train on
 
 Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback. A
-script that does not catch RunStopped or RunLeft ends with this paragraph and the exit code, too.
+script whose run has stopped, and that does not catch RunStopped or RunLeft, ends with this paragraph and the exit code, too.
 """
 
 import difflib
@@ -88,14 +88,10 @@ class DonorLost(LinkError):
 class RunStopped(CocodcError):
     """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from.
 
-    If nobody catches it, the script ends with the message and `exit_code`, without a traceback.
+    If nobody catches it after a run has stopped, the script ends with the message and `exit_code`, without a traceback.
     """
 
     exit_code = 3
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        _spare_traceback()
 
 
 class RunLeft(RunStopped):
@@ -104,8 +100,10 @@ class RunLeft(RunStopped):
     exit_code = 0
 
 
-def _spare_traceback() -> None:
-    """Let the interpreter end with the message and the exit code of a RunStopped that nobody catches."""
+def spare_traceback() -> None:
+    """Let the interpreter end with the message and the exit code of a RunStopped that nobody catches. Only a run that has
+    stopped calls this: it changes `sys.excepthook`.
+    """
     before = sys.excepthook
     if getattr(before, "spares_traceback", False):
         return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,21 +15,9 @@ from .newer import known
 from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS
 
 logger = logging.getLogger(__name__)
-
-NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
-    ("rank", "codec", ("lowrank",)),
-    ("top_k", "codec", demands.SPARSE),
-    ("feedback_decay", "error_feedback", (True,)),
-    ("mixing_alpha", "merge", ("mix",)),
-    ("compensation", "merge", ("compensate",)),
-    ("compensation_strength", "merge", ("compensate",)),
-    ("utilization", "sends_per_interval", (None,)),
-    ("split_rows", "fragment_pattern", ("strided", "sequential")),
-)
-"""(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
 
 PART = "part."
 """How the descriptions of parts begin, among the settings."""
@@ -157,46 +146,18 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
     if not composer.is_own:
-        _check_together(takes, given)
-        demands.check({**takes, **given})
-    _check_auto(composer, given)
-
-
-def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check settings of one of our methods against each other. Raises InputError if one would have no effect."""
-    settings = {**takes, **given}
-    for name, part, needed in NEEDS:
-        if name in given and part in takes and settings[part] not in needed:
-            values = " or ".join("null" if value is None else str(value) for value in needed)
-            other = f"outer.{part} in the same way" if None in needed else f"set outer.{part}={values}"
+        demands.check({**takes, **given}, list(given))
+    for name in FOLLOWING if composer.is_own else ():
+        if given.get(name, takes.get(name)) == AUTO:
             raise InputError(
-                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={values}, "
-                f"but outer.{part} is {settings[part]}. Remove outer.{name} (--set outer.{name}=null), or {other}."
-            )
-
-
-def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
-    """Check what is `auto` among the settings. Raises InputError if its value is unknown."""
-    following = {name: given.get(name, composer.takes[name]) for name in FOLLOWING if name in composer.takes}
-    waiting = [name for name, value in following.items() if value == AUTO]
-    if not waiting:
-        return
-    if composer.is_own:
-        raise InputError(
-            f"outer.{waiting[0]}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
-        )
-    for name, value in following.items():
-        if value != AUTO:
-            raise InputError(
-                f"outer.{waiting[0]}=auto, but outer.{name}={shown(value)}: one value is good only with the other. Set both to "
-                "auto, or both to numbers."
+                f"outer.{name}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
             )
 
 
 def settings(config: OuterConfig) -> dict[str, object]:
     """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
 
-    Of a user's own method also its parts, in words: `part.schedule` and so on; of a user's own codec `part.codec`.
+    Of a user's own method or codec also its parts, in words (`part.schedule`), and its source (`part.method.source`).
     """
     composer = _composer(config)
     chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **_numbers(composer, config.given())}
@@ -206,26 +167,35 @@ def settings(config: OuterConfig) -> dict[str, object]:
             chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         chosen["guard"] = config.guard
-    has_own_codec = demands.is_own(config.codec)
+    has_own_codec = not isinstance(config.codec, str | None) or demands.is_own(config.codec)
     if composer.is_own or has_own_codec:
-        mine, for_codec = _options(config, composer.takes)
-        known = parts.own.options_of_codec(str(config.codec)) if has_own_codec else {}
-        named = {**known, **for_codec, **chosen, **mine}
-        chosen = {_in_recipe(name): parts.own.told(value) for name, value in named.items()}
-        method = from_config(config)
-        slots = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
-        chosen |= {
-            f"{PART}{name}": parts.own.described(getattr(method, name))
-            for name in (slots if composer.is_own else ["codec"])
-        }
+        chosen = _of_own(config, composer, chosen)
     if composer.is_own:
         return chosen
     if chosen.get("mean") == BEFORE["mean"]:
         del chosen["mean"]
     if "mixing_alpha" in chosen:
         chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
-    idle = {name for name, part, needed in NEEDS if part in chosen and chosen[part] not in needed}
+    idle = demands.idle(chosen)
     return {name: value for name, value in chosen.items() if name not in idle}
+
+
+def _of_own(config: OuterConfig, composer: _Composer, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """`chosen` as it comes back from JSON, with options by their names in a recipe, and a user's own parts in words."""
+    method = from_config(config)
+    mine, for_codec = _options(config, composer.takes)
+    known = parts.own.options_of_codec(config.codec) if demands.is_own(config.codec) else {}
+    named = {**known, **for_codec, **chosen, **mine}
+    if not isinstance(config.codec, str | None):  # its words stand for it
+        del named["codec"]
+    told: dict[str, Any] = json.loads(json.dumps({_in_recipe(name): each for name, each in named.items()}))
+    slots = sorted(PARTS) if composer.is_own else ["codec"]
+    told |= {f"{PART}{name}": parts.own.described(getattr(method, name)) for name in slots}
+    for name in ("method", "codec"):
+        if demands.is_own(given := getattr(config, name)):
+            thing, module = parts.own.found(f"outer.{name}", given), given.partition(":")[0]
+            told[f"{PART}{name}.source"] = parts.own.described(thing, module)
+    return told
 
 
 def lost_steps(config: OuterConfig) -> str | None:

@@ -50,13 +50,12 @@ class Display:
     ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
-        stats = [journal.stat() if journal.is_file() else None for journal in journals]
-        # the journal of an earlier run stays until this run has begun; only a resumed run continues it
-        seen = [None if resumed or joins else each for each in stats]
-        self._positions = [each.st_size if each else 0 for each in seen]
-        self._inodes = [each.st_ino if each else 0 for each in seen]
+        # a new run begins behind the lines of earlier ones; a resumed run shows where it was
+        sizes = [0 if resumed or joins or not each.is_file() else each.stat().st_size for each in journals]
+        self._positions = sizes
         self._resumed, self._joins = resumed, joins
-        self._inodes_before = [each.st_ino if each else 0 for each in stats]
+        self.has_trained = False
+        """Whether region 0 has begun to train."""
         self._notes: list[list[str]] = [[] for _ in journals]
         self._lost: set[int] = set()
         self._members: list[int] | None = None
@@ -88,11 +87,6 @@ class Display:
         """Show `line`, and from now on nothing of a lost region, except what it writes when it is back."""
         self._lost.add(self._regions.index(region))
         self.say(line)
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether region 0 has begun to train: it then replaces the journal of the earlier run by a new file."""
-        return self._inodes[0] != self._inodes_before[0]
 
     def update(self) -> None:
         """Read the new events of all journals and show them."""
@@ -136,10 +130,9 @@ class Display:
             self._bar.close()
 
     def _read(self, index: int) -> None:
-        events, is_new_file = self._new_events(index)
-        is_of_this_run = self._inodes[index] != self._inodes_before[index]
-        earlier = 0
-        if (self._resumed or self._joins) and is_new_file:
+        is_first = not self._positions[index]
+        events, earlier = self._new_events(index), 0
+        if (self._resumed or self._joins) and is_first:
             begun = [place for place, event in enumerate(events) if self._begins_now(event)]
             earlier = begun[-1] if begun else len(events)
         for place, event in enumerate(events):
@@ -148,12 +141,13 @@ class Display:
                 self._last[index].update({"step": event["step"]} if is_history else event)
             if event["kind"] in ("land", "void"):
                 self._landed[index] = event["step"]
-            if event["kind"] in ("start", "resume") and is_of_this_run:
+            if event["kind"] in BEGINNINGS and not is_history:
+                self.has_trained = self.has_trained or index == 0
                 self._notes[index] = []
                 self._start_step = event["step"] if index == 0 else self._start_step
-            if event["kind"] == "epoch" and is_of_this_run and not is_history:
+            if event["kind"] == "epoch" and not is_history:
                 self._say_members(event)
-            if event["kind"] == "note" and is_of_this_run:
+            if event["kind"] == "note" and not is_history:
                 self._notes[index].append(event["message"])
             if event["kind"] == "evaluate" and index == self._speaker() and not is_history:
                 self._say_evaluation(event)
@@ -167,23 +161,18 @@ class Display:
         """Whether a line begins the part of a run that is shown here, and not an earlier one."""
         return event["kind"] in BEGINNINGS and (event.get("at") or 0.0) >= self._made_at
 
-    def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
-        """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run. What a
-        damaged line says is not shown.
-        """
+    def _new_events(self, index: int) -> list[dict[str, Any]]:
+        """The events of a journal since the last call. What a damaged line says is not shown."""
         journal = self._journals[index]
         if not journal.is_file():
-            return [], False
+            return []
         with journal.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            is_new_file = inode != self._inodes[index]
-            if is_new_file:
-                self._inodes[index], self._positions[index] = inode, 0
+            if os.fstat(file.fileno()).st_size < self._positions[index]:
+                self._positions[index] = 0  # somebody has deleted the file
             file.seek(self._positions[index])
             whole, newline, _ = file.read().rpartition(b"\n")
         self._positions[index] += len(whole) + len(newline)
-        events = [each for _, each in lines_of(whole) if isinstance(each, dict) and wrong_with(each) is None]
-        return events, is_new_file
+        return [each for _, each in lines_of(whole) if isinstance(each, dict) and wrong_with(each) is None]
 
     def _is_line_due(self) -> bool:
         """Whether a minute has passed since the last line, or a tenth of the run if there is a loss to show."""

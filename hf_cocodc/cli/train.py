@@ -314,7 +314,7 @@ def _saved(folder: Path, processes: Sequence[Any]) -> str:
 
     stopped = [each.folder for each in processes if each.has_stopped]
     complete = [
-        {step for step, path in checkpoints(region).items() if unusable(path, hashes=False) is None}
+        {step for step, path in checkpoints(region).items() if unusable(path) is None}
         for region in stopped or folder.glob("region-*")
     ]
     common = set.intersection(*complete) if complete else set()

@@ -3,14 +3,21 @@
 Different settings would hang a run (sync_interval) or silently ruin it (frozen base weights).
 """
 
+import base64
 import dataclasses
+import zlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ..errors import HandshakeError
 from ..settings import OuterConfig, RegionConfig
 
-_ONLY_SHOWN = ("host", "versions", "first samples")
+DIGEST, FROZEN = "frozen parameters and buffers (digest)", "frozen parameters and buffers"
+"""Fields of a hello: what is not synchronized and must be equal, and its tensors one by one (`packed`), for the message."""
+_ONLY_SHOWN = ("host", "versions", "first samples", FROZEN)
+_MOST_NAMES = 1 << 24
+"""Bytes of unpacked lines that are read."""
 _SEVERAL = ("model", "facts")
 """Fields that hold several values, each of which messages name."""
 
@@ -68,6 +75,8 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Diff
         ours, other = mine.get(name), theirs.get(name)
         if name in _ONLY_SHOWN or ours == other:
             continue
+        if name == DIGEST:
+            ours, other = _first_tensor(mine, theirs) or (ours, other)
         if name not in _SEVERAL or not (isinstance(ours, Mapping) and isinstance(other, Mapping)):
             differing.append(Difference(name, *_show(ours, other), free=False))
             continue
@@ -79,6 +88,28 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Diff
             if ours.get(field) != other.get(field)
         ]
     return differing
+
+
+def packed(lines: Sequence[str]) -> str:
+    """Lines that are much alike, such as names of tensors, as a short text."""
+    return base64.b64encode(zlib.compress("\n".join(lines).encode(), 9)).decode()
+
+
+def _unpacked(text: str) -> list[str]:
+    unpacking = zlib.decompressobj()
+    lines = unpacking.decompress(base64.b64decode(text), _MOST_NAMES).decode()
+    if not unpacking.eof:
+        raise ValueError("the text is cut off, or too long")
+    return lines.split("\n") if lines else []
+
+
+def _first_tensor(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first frozen tensor in which two regions differ, as each has it; None if they do not say."""
+    try:
+        pairs = zip_longest(_unpacked(mine[FROZEN]), _unpacked(theirs[FROZEN]), fillvalue="nothing")
+    except (KeyError, TypeError, ValueError, zlib.error):
+        return None
+    return next(((own, other) for own, other in pairs if own != other), None)
 
 
 def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,8 +1,10 @@
 """Checks that regions are in step, start from one state and end with one model."""
 
+import json
 import logging
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -11,14 +13,13 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, HandshakeError, LinkError
 from ..link.base import Arrival, Link
 from ..link.records import Ending
-from ..link.spreading import spread, spread_all
-from ..parts.tensors.flat import contents, digests, local_shard, raw
+from ..link.spreading import spread_all
+from ..parts.tensors.flat import contents, digests, local_shard, raw, split_views
+from ..parts.tensors.memory import HOST
 from .account import Record
 
 logger = logging.getLogger(__name__)
 
-_AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronized", "fixed"
-_OWN = "each region's own"
 _EXTRA_STATE = "_extra_state"
 """Ends the names of what modules save beside their tensors (`torch.nn.Module.get_extra_state`)."""
 
@@ -69,130 +70,98 @@ def texts(link: Link, own: str, what: str) -> dict[int, str]:
     return {region: text.decode() for region, text in answers.items()}
 
 
-Told = Mapping[int, Mapping[str, list[str]]]
-"""For each region its tensors by name: fate, form and checksum."""
-
-
 @torch.no_grad()
 def check_same_end(
-    link: Link, model: nn.Module, adopted: Collection[str], step: int, record: Record
+    link: Link, model: nn.Module, synchronized: Collection[str], step: int, record: Record
 ) -> tuple[int, list[str]]:
     """Compare the model of all regions at the end of a run; returns its checksum, and the names of tensors that were changed. A
     collective call, for each lane's shards.
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
-    other data (running statistics of batch normalization): floating-point ones are averaged over the regions, others take the
-    lowest region's values. So do synchronized parameters, which differ if processors round differently. Two things stay each
+    other data (running statistics of batch normalization): floating-point ones take their mean over the regions, others the
+    lowest region's values. So do `synchronized` parameters, which differ if processors round differently. Two things stay each
     region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside their
-    tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names what else differs.
+    tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names the first tensor that differs
+    otherwise.
     """
-    held = contents(model)
-    buffers = dict(model.named_buffers())
-    lines, digest = _lines(held, buffers, adopted)
+    own, wrong = digests(contents(model)), ""
     changed: list[str] = []
-    wrong = ""
-    if len({other.digest for other in link.gather(StepChecksum(step, digest), "the end of the run")}) > 1:
-        listings = texts(link, "\n".join(lines), "the checksums of the model")
-        answers = {region: _by_name(text) for region, text in listings.items()}
-        differing = _differing(answers)
-        wrong = _in_words(differing, answers)
-        for fate, names in _fates(differing, answers).items():
-            for name in names if fate != _OWN else ():
-                _make_equal(link, local_shard(held[name]), fate == _AVERAGED, f"{name} at the end")
-                changed.append(name)
-            if names:
-                _tell(fate, names, min(answers), step, record)
-        _, digest = _lines(held, buffers, adopted)
-    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64)).item()
+    if len({other.digest for other in link.gather(_checksum(step, own), "the end of the run")}) > 1:
+        listings = texts(link, json.dumps(own), "the checksums of the model")
+        answers = {region: json.loads(text) for region, text in listings.items()}
+        changed, notes, wrong = _make_equal(link, model, synchronized, answers)
+        for note in notes:
+            logger.warning(note)
+            record("note", step=step, message=note)
+        own = digests(contents(model))
+    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64, device=HOST)).item()
     if wrong or elsewhere:
         raise HandshakeError(
-            (
-                wrong
-                or "the message of another rank of this region says what differs between regions at the end of the run"
-            )
+            (wrong or "another rank of this region says what differs between regions at the end of the run")
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
-    return digest, changed
+    return _checksum(step, own).digest, changed
 
 
-def _lines(
-    held: Mapping[str, Tensor], buffers: Mapping[str, Tensor], adopted: Collection[str]
-) -> tuple[list[str], int]:
-    """A line for each tensor, and the checksum of all lines."""
-    lines = []
-    for name, form in digests(held).items():
-        fate = _ADOPTED if name in adopted else _FIXED
-        if name in buffers:
-            fate = _AVERAGED if held[name].is_floating_point() else _LOWEST
-        elif name.rpartition(".")[2] == _EXTRA_STATE:
-            fate = _OWN
-        lines.append("\t".join((name, fate, *form.rsplit(" ", 1))))
-    return lines, zlib.crc32("\n".join(lines).encode())
+def _checksum(step: int, own: Mapping[str, str]) -> StepChecksum:
+    return StepChecksum(step, zlib.crc32(json.dumps(own).encode()))
 
 
-def _by_name(text: str) -> dict[str, list[str]]:
-    """Fate, form and checksum of each tensor."""
-    return {name: rest for name, *rest in (line.split("\t") for line in text.split("\n"))}
-
-
-def _differing(answers: Told) -> dict[str, list[int]]:
-    """For each tensor that differs from the lowest region's, the regions where it does."""
-    names, first = dict.fromkeys(name for each in answers.values() for name in each), answers[min(answers)]
-    differing = {
-        name: [r for r, each in answers.items() if each.get(name) != first.get(name)] for name in names
+def _make_equal(
+    link: Link, model: nn.Module, synchronized: Collection[str], answers: Mapping[int, Mapping[str, str]]
+) -> tuple[list[str], list[str], str]:
+    """Make equal what differs by `answers`, every region's digests. Returns the names of what was changed, and in words what was
+    done, and what must not differ.
+    """
+    held, buffers = contents(model), dict(model.named_buffers())
+    lowest, lines = min(answers), answers.values()
+    differing = [name for name in dict.fromkeys(chain(*lines)) if len({each.get(name) for each in lines}) > 1]
+    forms = {name: {each.get(name, "").rpartition(" ")[0] for each in lines} for name in differing}
+    alike = [name for name in differing if len(forms[name]) == 1]
+    shared = [name for name in alike if name in buffers]
+    weights = [name for name in alike if name in synchronized]
+    apart = [name for name in differing if name in buffers and name not in alike and "" not in forms[name]]
+    apart += [name for name in differing if name.endswith(_EXTRA_STATE)]
+    for names, values_of in ((shared, _mean_or_lowest), (weights, _lowest)):
+        tensors = [local_shard(held[name]) for name in names]
+        for tensor, values in zip(tensors, values_of(link, tensors) if tensors else (), strict=True):
+            tensor.copy_(values)
+    done = {
+        "buffers differed between regions at the end: floating-point ones are averaged, others are region "
+        f"{lowest}'s now": shared,
+        "the final global weights differed between regions, perhaps because their processors round differently (then lower "
+        f"digest_interval), and are region {lowest}'s now": weights,
+        "buffers of different shapes, or what modules save beside their tensors, differed between regions at the end and stay "
+        "each region's own": apart,
     }
-    return {name: regions for name, regions in differing.items() if regions}
-
-
-def _fates(differing: Collection[str], answers: Told) -> dict[str, list[str]]:
-    """The tensors that may differ, by what is done with them."""
-    by_fate: dict[str, list[str]] = {_AVERAGED: [], _LOWEST: [], _ADOPTED: [], _OWN: []}
+    notes = [f"{what}: {_first_of(names)}." for what, names in done.items() if names]
     for name in differing:
-        kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in answers.values()}
-        fates = {fate for fate, _ in kinds}
-        if len(kinds) == 1 or fates <= {_AVERAGED, _LOWEST, _OWN}:
-            fate = fates.pop() if len(kinds) == 1 else _OWN
-            if fate in by_fate:
-                by_fate[fate].append(name)
-    return by_fate
+        if name not in {*shared, *weights, *apart}:
+            first = answers[lowest].get(name)
+            other = next(region for region, each in answers.items() if each.get(name) != first)
+            wrong = f"regions differ at the end of the run in {name} (region {other} and region {lowest})"
+            return [*shared, *weights], notes, wrong
+    return [*shared, *weights], notes, ""
 
 
-def _in_words(differing: Mapping[str, list[int]], answers: Told) -> str:
-    """A message about what differs and must not; empty if there is nothing."""
-    mended = {name for names in _fates(differing, answers).values() for name in names}
-    wrong = [name for name in differing if name not in mended]
-    if not wrong:
-        return ""
-    shown = [
-        f"{name} (region {', '.join(map(str, differing[name]))} and region {min(answers)})"
-        for name in wrong[:3]
-    ]
-    more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
-    return f"regions differ at the end of the run in {', '.join(shown)}{more}"
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
-def _make_equal(link: Link, tensor: Tensor, is_mean: bool, what: str) -> None:
-    """Give a tensor the mean over the regions, or the lowest region's values; the same bits everywhere."""
-    own = raw(tensor.cpu()).numpy().tobytes()
-    most = len(own)  # only tensors of one form in all regions are made equal, and they may be large
-    answers = spread_all(link, own, what, most).values() if is_mean else [spread(link, None, own, what, most)]
-    values = [torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(tensor.shape) for each in answers]
-    if is_mean:
-        tensor.copy_(torch.stack([each.double() for each in values]).mean(dim=0))
-    else:
-        tensor.copy_(values[0])
+def _mean_or_lowest(link: Link, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The mean over the regions of each floating-point tensor, else the lowest region's values; the same bits everywhere."""
+    own = torch.cat([raw(tensor.cpu()) for tensor in tensors]).numpy().tobytes()
+    answers = spread_all(link, own, "buffers at the end", len(own)).values()
+    flats = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in answers]
+    parts = (flat.split([tensor.nbytes for tensor in tensors]) for flat in flats)
+    for tensor, *each in zip(tensors, *parts, strict=True):
+        values = torch.stack([part.clone().view(tensor.dtype).view(tensor.shape) for part in each])
+        yield values.double().mean(dim=0) if tensor.is_floating_point() else values[0]
 
 
-def _tell(fate: str, names: Sequence[str], lowest: int, step: int, record: Record) -> None:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-    sentence = {
-        _AVERAGED: f"buffers differed between regions at the end and are averaged: {shown}.",
-        _LOWEST: f"buffers differed between regions at the end and are region {lowest}'s now: {shown}.",
-        _ADOPTED: f"the final global weights differed between regions and are region {lowest}'s now: {shown}. Do the regions' "
-        "processors round differently? Lower digest_interval.",
-        _OWN: "buffers of different shapes, or what modules save beside their tensors, differed between regions at the end and "
-        f"stay each region's own: {shown}.",
-    }[fate]
-    logger.warning(sentence)
-    record("note", step=step, message=sentence)
+def _lowest(link: Link, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The lowest region's values of parameters, which show global params: fp32 holds them exactly."""
+    flat = torch.cat([tensor.cpu().float().flatten() for tensor in tensors])
+    link.broadcast(flat, "the final global weights of the lowest region")
+    return split_views(flat, [tuple(tensor.shape) for tensor in tensors])

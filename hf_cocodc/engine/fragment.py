@@ -207,9 +207,7 @@ class FragmentState:
         assert merge.measure is not None and merge.scales is not None
         count, device = len(self.local.params), self.home.device
         sums = torch.zeros(3, count, dtype=torch.float64, device=device)
-        sums[2] = torch.tensor(
-            [each.numel() for each in self.local.params], dtype=torch.float64, device=device
-        )
+        sums[2] = self.local.numels
         for index, cut in enumerate(self.local.cuts):
             for row, values in enumerate(merge.measure(here.merge(index, here.new_global(index)), info)):
                 found = squares(cut.views(values))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..parts.tensors.flat import copy_all_
-from ..parts.tensors.memory import Home
+from ..parts.tensors.memory import HOST, Home
 from ..parts.tensors.slices import Cut, cuts, longest
 
 
@@ -15,6 +15,7 @@ class LocalParams:
 
     Attributes:
         cuts: the slices.
+        numels: number of values of each parameter, fp64 on the device: brought there once, because training waits for that.
         is_rounded: whether the model stores values with less precision than fp32.
     """
 
@@ -23,6 +24,7 @@ class LocalParams:
         self.device = self.params[0].device
         self.is_rounded = any(param.dtype != torch.float32 for param in self.params)
         numels = [param.numel() for param in self.params]
+        self.numels = torch.tensor(numels, dtype=torch.float64, device=HOST).to(self.device)
         # strided ones cannot be cut: they are all in one slice
         is_contiguous = all(param.is_contiguous() for param in self.params)
         most = longest(self.device) if is_contiguous else max(sum(numels), 1)

@@ -147,7 +147,7 @@ class Traffic:
         def trailer() -> Trailer:
             departure.wait(square, outer_grad)
             state, residuals = codec()
-            norm, carried = torch.stack([square, residuals]).sqrt().tolist()
+            norm, carried = torch.stack([square, residuals]).sqrt().cpu().tolist()
             transfer.is_finite = math.isfinite(norm)
             counts = bool(share) and transfer.is_finite
             transfer.norm = norm if counts else 0.0
@@ -185,7 +185,8 @@ class Traffic:
         @functools.cache
         def find() -> tuple[CodecState, Tensor]:
             state = now if earlier is None else self._codec_after(earlier, earlier.handle.wait())
-            carried = torch.as_tensor(square_of_residuals(state), dtype=torch.float64, device=device)
+            # added on the device: this may be the training thread, and bringing a number there would wait
+            carried = torch.zeros((), dtype=torch.float64, device=device) + square_of_residuals(state)
             return state, self._link.total(carried.view(1))[0]
 
         if self._link.num_lanes > 1:

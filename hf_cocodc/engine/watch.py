@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..parts.fragments import Fragment, names_of
+from ..parts.fragments import Fragment, names_of, refuse_overlaps
 from ..parts.tensors.flat import local_shard, reshard
 from .fragment import FragmentState
 
@@ -42,7 +42,8 @@ class Watch:
     def look(self, fragments: Sequence[FragmentState]) -> None:
         """Let `fragments` use the model's present memory.
 
-        Raises InputError if a synchronized parameter is gone or has another form, or if another parameter is trainable.
+        Raises InputError if a synchronized parameter is gone, overlaps another one or has another form, or if
+        another parameter is trainable.
         """
         if self._is_sharded:
             reshard(self._model)
@@ -51,6 +52,7 @@ class Watch:
         if forms != self._forms:
             self._refuse_other_forms(present, forms)
             shards = {name: local_shard(present[name]) for name in forms}
+            refuse_overlaps(shards)
             for fragment in fragments:
                 fragment.move_to(shards)
             self._forms = forms

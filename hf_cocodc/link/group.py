@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CocodcError, LinkError, short
+from ..parts.tensors.memory import HOST
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class RegionGroup:
 
     def begin_largest(self, numbers: Sequence[int], what: str) -> "Largest":
         """Begin to find the largest of each number, over all ranks."""
-        own = torch.tensor([list(numbers)] * self.num_ranks)
+        own = torch.tensor([list(numbers)] * self.num_ranks, device=HOST)
         of_all, options = torch.empty_like(own), dist.AllToAllOptions()
         options.timeout = _NO_LIMIT
         return Largest(self, self._group.alltoall_base(of_all, own, [], [], options), of_all, what)
@@ -120,12 +121,13 @@ class RegionGroup:
         if rank == self.rank:
             text = json.dumps(message).encode()
             content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            for work in [self._scatter(rank, each) for each in (torch.tensor([len(text)]), content)]:
+            size = torch.tensor([len(text)], device=HOST)
+            for work in [self._scatter(rank, each) for each in (size, content)]:
                 self.finish(work, what, limit_s, rank)
             return text
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device=HOST)
         self.finish(self._scatter(rank, size), what, speaker=rank)
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device=HOST)
         self.finish(self._scatter(rank, content), what, speaker=rank)
         return bytes(content.tolist())
 

@@ -1,13 +1,14 @@
 """The link of one rank of a sharded region (FSDP2): every rank has its own lane."""
 
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parts.tensors.memory import HOST
 from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import Record, Trailer, from_numbers
@@ -85,14 +86,14 @@ class LaneLink(FixedMembers):
     def agree(self, arrival: Arrival) -> Arrival:
         """The arrival with trailers that are equal in all lanes, and with the bytes of all lanes."""
         names = Trailer._fields
-        rows = torch.tensor([list(trailer) for trailer in arrival.trailers], dtype=torch.float64)
-        signs = torch.tensor([_SETTLED.get(name, 0.0) for name in names], dtype=torch.float64)
+        rows = _numbers([list(trailer) for trailer in arrival.trailers])
+        signs = _numbers([_SETTLED.get(name, 0.0) for name in names])
         rows = torch.where(rows.isnan(), -math.inf, rows)  # a loss that is unknown: no maximum is one with it
         settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
         rows = torch.where(rows == -math.inf, math.nan, rows)
         trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
-        sums = self.total(torch.tensor([arrival.bytes_sent, arrival.square], dtype=torch.float64)).tolist()
+        sums = self.total(_numbers([arrival.bytes_sent, arrival.square])).tolist()
         return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -110,3 +111,7 @@ class _LaneHandle:
         if self._arrival is None:
             self._arrival = self._link.agree(self._handle.wait())
         return self._arrival
+
+
+def _numbers(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=HOST)

@@ -4,25 +4,26 @@ All that regions agree on is a function of a base (a checkpoint) and the results
 of one call. A `Marker` says that everything up to an inner step is in the log.
 """
 
-import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from ..errors import LinkError
 from ..net.letters import Member
-from ..net.validation import MOST, whole
+from ..net.validation import Count
 from ..parts.codecs.base import CodecState
+from ..parts.tensors.memory import HOST
 from ..settings.regions import MOST_REGIONS
 from .records import ROW, to_row
 
-_LONGEST_NAME = 1000
-"""Characters of the name of a call."""
+_FEW = Meta(max_length=MOST_REGIONS)
 _DEEPEST = 8
 """Levels of a codec's state."""
 
@@ -46,10 +47,10 @@ class Entry:
         seconds, square: see `Arrival`.
     """
 
-    op: int
-    kind: str
-    what: str
-    members: tuple[int, ...]
+    op: Count
+    kind: Annotated[str, Meta(pattern=r"^(mean|gather|broadcast)\Z")]
+    what: Annotated[str, Meta(max_length=1000)]
+    members: Annotated[tuple[Count, ...], _FEW]
     rows: Tensor
     values: Tensor
     state: CodecState
@@ -77,15 +78,15 @@ class Marker:
         newest: step of the newest marker in the log when this one was taken out: how far ahead of its reader the members are.
     """
 
-    step: int
-    submitted: int
-    number: int
-    losses: int
-    members: tuple[Member, ...]
-    lost: tuple[int, ...] = ()
-    admitted: tuple[int, ...] = ()
+    step: Count
+    submitted: Count
+    number: Count
+    losses: Count
+    members: Annotated[tuple[Member, ...], _FEW]
+    lost: tuple[Count, ...] = ()
+    admitted: tuple[Count, ...] = ()
     held: bool = False
-    newest: int = field(default=0, compare=False)
+    newest: Count = field(default=0, compare=False)
 
     num_bytes = 0
 
@@ -123,7 +124,8 @@ def _with_each(state: CodecState, residual: Callable[[Any], Any]) -> CodecState:
 
 def rows_of(records: Sequence[tuple]) -> Tensor:
     """Records as rows, in order: (number of records, ROW) fp64."""
-    return torch.stack([to_row(record) for record in records]) if records else torch.zeros(0, ROW).double()
+    rows = [to_row(record) for record in records]
+    return torch.stack(rows) if rows else torch.zeros(0, ROW, dtype=torch.float64, device=HOST)
 
 
 def to_plain(item: Item) -> dict[str, Any]:
@@ -140,53 +142,29 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
     try:
         [(name, content)] = dict(plain).items()
         kind: type[Item] = {"entry": Entry, "marker": Marker}[name]
-        if kind is Marker:
-            members = _sorted(Member(*map(whole, member)) for member in content["members"])
-            step, submitted, number, losses, newest = (
-                whole(content[field], most=MOST - 1)
-                for field in ("step", "submitted", "number", "losses", "newest")
-            )
-            lost, admitted = (tuple(map(whole, content[field])) for field in ("lost", "admitted"))
-            if len(plain[name]) != len(fields(Marker)) or not isinstance(content["held"], bool):
-                raise ValueError("it has other fields")
-            return Marker(step, submitted, number, losses, members, lost, admitted, content["held"], newest)
-        entry = Entry(**{**content, "members": _sorted(map(whole, content["members"]))})
-        _check(entry)
+        item = msgspec.convert(content, kind)
+        members: list[Any] = list(item.members)
+        if members != sorted(set(members)):
+            raise ValueError(f"{str(members)[:80]} are no members")
+        if isinstance(item, Entry):
+            _check(item)
     except (KeyError, TypeError, ValueError) as error:
         raise LinkError(
             f"the log of another region holds something else than an entry: {repr(error)[:200]}."
         ) from error
-    return entry
-
-
-def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
-    """Members as they come. Raises ValueError unless they are sorted, none twice, and not too many."""
-    listed = tuple(itertools.islice(members, MOST_REGIONS + 1))
-    if len(listed) > MOST_REGIONS or list(listed) != sorted(set(listed)):
-        raise ValueError(f"{str(listed)[:80]} are no members")
-    return listed
+    return item
 
 
 def _check(entry: Entry) -> None:
-    whole(entry.op)
-    expected = 0 if entry.kind == "broadcast" else len(entry.members)
     is_sound = (
-        entry.kind in ("mean", "gather", "broadcast")
-        and isinstance(entry.what, str)
-        and len(entry.what) <= _LONGEST_NAME
-        and isinstance(entry.rows, Tensor)
-        and entry.rows.shape == (expected, ROW)
+        entry.rows.shape == (0 if entry.kind == "broadcast" else len(entry.members), ROW)
         and entry.rows.dtype == torch.float64
-        and isinstance(entry.values, Tensor)
         and entry.values.dtype == (torch.uint8 if entry.kind == "broadcast" else torch.float32)
         and entry.values.dim() == 1
-        and isinstance(entry.state, dict)
         and _is_state(entry.state, entry.values.numel(), _DEEPEST)
-        and isinstance(entry.seconds, float)
-        and isinstance(entry.square, float)
     )
     if not is_sound:
-        raise ValueError(f"call {entry.op} ({str(entry.what)[:80]}) is damaged")
+        raise ValueError(f"call {entry.op} ({entry.what[:80]}) is damaged")
 
 
 def _is_state(value: Any, numel: int, levels: int) -> bool:

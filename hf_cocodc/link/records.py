@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
+from ..parts.tensors.memory import HOST
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ ROW = 20
 def to_row(record: tuple) -> Tensor:
     """The record as a row: (ROW,) fp64."""
     numbers = [_mark(type(record)), *map(float, record)]
-    return torch.tensor(numbers + [0.0] * (ROW - len(numbers)), dtype=torch.float64)
+    return torch.tensor(numbers + [0.0] * (ROW - len(numbers)), dtype=torch.float64, device=HOST)
 
 
 def from_row(kind: type[Record], row: Tensor, region: int) -> Record:

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ..errors import RegionLostError
+from ..parts.tensors.memory import HOST
 from .base import Link
 from .records import Record
 
@@ -35,7 +36,7 @@ def spread(link: Link, source: int | None, own: bytes, what: str, most: int = MO
     """
 
     def told() -> int:
-        length = torch.tensor([len(own)], dtype=torch.int64)
+        length = torch.tensor([len(own)], dtype=torch.int64, device=HOST)
         link.broadcast(length.view(torch.float32), f"the length of {what}", source)
         return int(length)
 

@@ -286,7 +286,7 @@ class TcpLink:
             return GatherCall(view, regions, record, what)
 
         def finish(pending: Pending, records: tuple[Record, ...]) -> tuple[Record, ...]:
-            self._write(pending, "gather", records, torch.empty(0), {})
+            self._write(pending, "gather", records, torch.empty(0, device=HOST), {})
             return records
 
         pending = self._submit(what, make, finish)
@@ -591,7 +591,7 @@ class TcpLink:
             if self.is_elastic:
                 view, what = hand.view, hand.pending.what
                 assert view is not None
-                view.wait(view.begin_swap(torch.ones(1), what).pending, what, may_be_late=True)
+                view.wait(view.begin_swap(torch.ones(1, device=HOST), what).pending, what, may_be_late=True)
                 self._feed(rules.AllHeld(begin.number, begin.losses))
         except RegionLostError as error:
             missed = [each for each in begin.parties if each.region == error.region and each != self.me]

@@ -7,13 +7,34 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
+from ..parts.tensors.memory import HOST
 from .base import Link
-from .group import error_of, failure_of
+from .group import RegionGroup, error_of, failure_of
 
 Value = TypeVar("Value")
+
+_group: tuple[Any, RegionGroup] | None = None
+"""The group of this region's ranks, beside the default process group for which it was made."""
+
+
+def ranks_of_region() -> RegionGroup:
+    """The group in which this region's ranks wait for each other without a time-out. The first call is a collective one."""
+    global _group
+    if _group is None or _group[0] is not dist.group.WORLD:
+        _group = dist.group.WORLD, RegionGroup()
+    return _group[1]
+
+
+def wait_for_ranks(accelerator: Accelerator, what: str) -> None:
+    """Wait until all ranks of the region have come here, however long one of them writes or reads: `wait_for_everyone` ends a
+    run after NCCL's 10 minutes. A collective call. Raises LinkError if a rank has died.
+    """
+    if accelerator.num_processes > 1:
+        ranks_of_region().begin_largest((0,), what).wait()
 
 
 def from_main(accelerator: Accelerator, value: Any) -> Any:
@@ -22,7 +43,7 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
         return value
     text_of_main = json.dumps(value).encode() if accelerator.is_main_process else b""
     size = broadcast(torch.tensor([len(text_of_main)], device=accelerator.device))
-    text = torch.zeros(int(size), dtype=torch.uint8)
+    text = torch.zeros(int(size), dtype=torch.uint8, device=HOST)
     if accelerator.is_main_process:
         text = torch.frombuffer(bytearray(text_of_main), dtype=torch.uint8)
     return json.loads(bytes(broadcast(text.to(accelerator.device)).tolist()))
@@ -51,6 +72,7 @@ def main_says(
 
     value: Any = None
     failed: Exception | None = None
+    is_alone = accelerator.num_processes == 1
 
     def attempt(_: Link) -> str | None:
         nonlocal value, failed
@@ -58,17 +80,19 @@ def main_says(
             return None
         try:
             value = find()
-            return json.dumps({"value": value}, default=_plain) if accelerator.num_processes > 1 else None
+            return None if is_alone else json.dumps({"value": value}, default=_plain)
         except Exception as error:
             failed = error
             return json.dumps({"failure": failure_of(error)})
 
-    answer = from_main(accelerator, link.lead(attempt, what))
+    answer = link.lead(attempt, what)
+    if not is_alone:
+        answer = ranks_of_region().say(0, answer, what)
     if failed is not None:
         raise failed
     if accelerator.is_main_process:
         return value
-    parsed = json.loads(answer)
+    parsed = json.loads(answer or "")
     if "failure" in parsed:
         raise error_of(parsed["failure"])
     return read(parsed["value"])

@@ -80,7 +80,7 @@ class Operation:
     def expect(self, size: int) -> None:
         """A message of so many bytes comes. Raises ConnectionLost if another one was asked for."""
         if 0 < size <= self._most:
-            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         if self.memory.numel() != size:
             asked = f"at most {self._most}" if self._most else self.memory.numel()
             raise ConnectionLost(f"{size} bytes have come where {asked} were asked for")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .port import TOKEN_BYTES
-from .validation import whole
+from .validation import Count, whole
 
 _MOST_LETTERS = 4096
 _MOST_ADDRESSES = 16
@@ -16,8 +16,8 @@ _LONGEST_HOST = 255
 class Member(NamedTuple):
     """A process of a region that takes part. No other process of this run has its `ticket`."""
 
-    region: int
-    ticket: int
+    region: Count
+    ticket: Count
 
 
 class Whereabouts(NamedTuple):

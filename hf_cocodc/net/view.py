@@ -172,7 +172,7 @@ class View:
         for _ in range(4 if self.others else 0):
             start = time.perf_counter()
             for _ in range(2):
-                self.swap(torch.zeros(1, dtype=torch.float64), "the first round trip")
+                self.swap(torch.zeros(1, dtype=torch.float64, device="cpu"), "the first round trip")
             tries.append(time.perf_counter() - start)
         return min(tries, default=0.0)
 
@@ -200,7 +200,7 @@ class View:
                 is_own = True
             else:
                 cipher, asked = pair.ciphers[1], memory
-                memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
+                memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8, device="cpu")
                 then = partial(_open, pair.region, cipher, memory, asked, about, what)
         operation = Operation(self._order, tag, memory, then, is_own)
         with self._naming(pair.region, what):

@@ -254,7 +254,7 @@ class Wire:
         if alone:
             wanted, room = 1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1)
         wanted = self._asked or min(wanted, room)
-        mine = torch.tensor([wanted], dtype=torch.float64)
+        mine = torch.tensor([wanted], dtype=torch.float64, device="cpu")
         theirs = first.swap(mine, "the number of connections")
         count = max(
             _count_in(each.item(), region) for region, each in zip(first.regions, theirs, strict=True)

@@ -1,10 +1,9 @@
 """Which values settings of a method may have together. No torch: a command checks them before it loads anything.
 
-The settings have their names in the section `outer` of a recipe; rules about one that a method lacks do not apply.
+The settings have their names in the section `outer` of a recipe. What one setting may be by itself is in `settings/outer.py`.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ..errors import InputError, nearest, shown
@@ -40,100 +39,129 @@ def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:
     return 0.0 if overlap_steps in (0, 1) else 0.5
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Check all settings of a method, defaults included. Raises InputError for an unknown name, or a contradiction of two."""
-    for rule in (_fragments, _codec, _merge, _overlap, _sends, _penalty, _clip):
-        rule(settings)
+_NAMES = {
+    "fragment_pattern": PATTERNS,
+    "codec": CODECS,
+    "mean": MEANS,
+    "merge": MERGES,
+    "compensation": COMPENSATIONS,
+}
+"""The names that settings may have. A codec may also be a user's own."""
+
+_NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
+    ("rank", "codec", ("lowrank",)),
+    ("top_k", "codec", SPARSE),
+    ("feedback_decay", "error_feedback", (True,)),
+    ("mixing_alpha", "merge", ("mix",)),
+    ("compensation", "merge", ("compensate",)),
+    ("compensation_strength", "merge", ("compensate",)),
+    ("utilization", "sends_per_interval", (None,)),
+    ("split_rows", "fragment_pattern", ("strided", "sequential")),
+)
+"""(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
+
+_WITHOUT = {
+    "fragment_pattern": "whole",
+    "num_fragments": 1,
+    "overlap_steps": 0,
+    "codec": "fp32",
+    "error_feedback": False,
+}
+"""What a method does that lacks a setting."""
+
+_BOTH = "one value is good only with the other. Set both to auto, or both to numbers."
+
+_CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda s: s["fragment_pattern"] == "whole" and s["num_fragments"] != 1,
+        "outer.num_fragments={num_fragments} with fragment_pattern=whole: the whole model is one fragment. "
+        "Use fragment_pattern=strided, or num_fragments=1.",
+    ),
+    (
+        lambda s: s["sync_interval"] < s["num_fragments"],
+        "outer.sync_interval={sync_interval} is smaller than outer.num_fragments={num_fragments}, but each fragment is sent once "
+        "every sync_interval inner steps. Raise sync_interval or lower num_fragments.",
+    ),
+    (
+        lambda s: s["error_feedback"] and s["codec"] == "fp32",
+        "outer.error_feedback=True with codec=fp32: fp32 loses nothing, so there is no error to feed back.",
+    ),
+    (
+        lambda s: s["codec"] in SPARSE and not s["error_feedback"],
+        "outer.codec={codec} without outer.error_feedback would lose all but a few values permanently. Set error_feedback=true.",
+    ),
+    (
+        lambda s: s.get("mean") == "radial" and s["codec"] in ("lowrank", *SPARSE),
+        "outer.mean=radial with codec={codec}: directions lose their lengths where a codec keeps only a part of them. Use "
+        "another codec, or mean=average.",
+    ),
+    (
+        lambda s: s["overlap_steps"] == AUTO and "utilization" not in s,
+        "outer.overlap_steps=auto needs measured times, and only method=cocodc uses them. Set the number of inner steps that a "
+        "transfer takes; hf-cocodc bench link measures a transfer.",
+    ),
+    (
+        lambda s: s["overlap_steps"] != AUTO and int(s["overlap_steps"]) >= s["sync_interval"],
+        "outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment must land "
+        "before it is sent again. Lower overlap_steps or raise sync_interval.",
+    ),
+    (
+        # a method that mixes replaces as a special case of that: it is warned of, see `resolve.lost_steps`
+        lambda s: s["overlap_steps"] != 0 and s.get("merge") == "replace" and "mixing_alpha" not in s,
+        "outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made during a transfer. Use "
+        "merge=additive or merge=compensate, or overlap_steps=0.",
+    ),
+    (
+        lambda s: (
+            s.get("sends_per_interval") is not None
+            and not s["num_fragments"] <= s["sends_per_interval"] <= s["sync_interval"]
+        ),
+        "outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each fragment is "
+        "sent at least once) and outer.sync_interval={sync_interval} (at most one send per inner step).",
+    ),
+    (
+        lambda s: s.get("outer_lr") == AUTO and s.get("outer_momentum", AUTO) != AUTO,
+        "outer.outer_lr=auto, but outer.outer_momentum={outer_momentum!r}: " + _BOTH,
+    ),
+    (
+        lambda s: s.get("outer_momentum") == AUTO and s["outer_lr"] != AUTO,
+        "outer.outer_momentum=auto, but outer.outer_lr={outer_lr!r}: " + _BOTH,
+    ),
+)
+"""(whether it holds, message): what must not hold of the settings of a method."""
 
 
-def _fragments(settings: Mapping[str, Any]) -> None:
-    name, num_fragments = settings.get("fragment_pattern", "whole"), settings.get("num_fragments", 1)
-    one_of("fragment_pattern", name, PATTERNS)
-    if name == "whole" and num_fragments != 1:
-        raise InputError(
-            f"outer.num_fragments={num_fragments} with fragment_pattern=whole: the whole model is one fragment. "
-            "Use fragment_pattern=strided, or num_fragments=1."
-        )
-    if settings["sync_interval"] < num_fragments:
-        raise InputError(
-            f"outer.sync_interval={settings['sync_interval']} is smaller than outer.num_fragments={num_fragments}, but each "
-            "fragment is sent once every sync_interval inner steps. Raise sync_interval or lower num_fragments."
-        )
+def idle(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[str | bool | None, ...]]]:
+    """The settings without effect: each with the other setting that it needs, and the values of that which would give it one.
+
+    >>> idle({"rank": 64, "codec": "fp32"})
+    {'rank': ('codec', ('lowrank',))}
+    """
+    return {
+        name: (other, needed)
+        for name, other, needed in _NEEDS
+        if name in settings and other in settings and settings[other] not in needed
+    }
 
 
-def _codec(settings: Mapping[str, Any]) -> None:
-    name, mean = settings.get("codec", "fp32"), settings.get("mean", "average")
-    has_feedback = settings.get("error_feedback", False)
-    if isinstance(name, str) and not is_own(name):
-        one_of("codec", name, CODECS, " Or MODULE:NAME, for one of your own.")
-    if has_feedback and name == "fp32":
-        raise InputError(
-            "outer.error_feedback=True with codec=fp32: fp32 loses nothing, so there is no error to feed back."
-        )
-    if name in SPARSE and not has_feedback:
-        raise InputError(
-            f"outer.codec={name} without outer.error_feedback would lose all but a few values permanently. Set "
-            "error_feedback=true."
-        )
-    one_of("mean", mean, MEANS)
-    if mean == "radial" and name in ("lowrank", *SPARSE):
-        raise InputError(
-            f"outer.mean=radial with codec={name}: directions lose their lengths where a codec keeps only a part of them. Use "
-            "another codec, or mean=average."
-        )
+def check(settings: Mapping[str, Any], given: Sequence[str] = ()) -> None:
+    """Check all settings of a method, defaults included; `given` has the names of those that are not.
 
-
-def _merge(settings: Mapping[str, Any]) -> None:
-    name = settings.get("merge", "replace")
-    one_of("merge", name, MERGES)
-    if name == "compensate":
-        one_of("compensation", settings.get("compensation", "adaptive"), COMPENSATIONS)
-
-
-def _overlap(settings: Mapping[str, Any]) -> None:
-    overlap_steps, sync_interval = settings.get("overlap_steps", 0), settings["sync_interval"]
-    if overlap_steps == AUTO:
-        if "utilization" not in settings:
+    Raises InputError for one that is given and would have no effect, for an unknown name, and for a contradiction.
+    """
+    for name, (other, needed) in idle(settings).items():
+        if name in given:
+            values = " or ".join("null" if value is None else str(value) for value in needed)
+            way_out = f"outer.{other} in the same way" if None in needed else f"set outer.{other}={values}"
             raise InputError(
-                "outer.overlap_steps=auto needs measured times, and only method=cocodc uses them. Set the number of inner steps "
-                "that a transfer takes; hf-cocodc bench link measures a transfer."
+                f"outer.{name}={shown(settings[name])} has an effect only with outer.{other}={values}, "
+                f"but outer.{other} is {settings[other]}. Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
-        return
-    if int(overlap_steps) >= sync_interval:
-        raise InputError(
-            f"outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment must "
-            "land before it is sent again. Lower overlap_steps or raise sync_interval."
-        )
-    # a method that mixes replaces as a special case of that: it is warned of, see `resolve.lost_steps`
-    if overlap_steps and settings.get("merge") == "replace" and "mixing_alpha" not in settings:
-        raise InputError(
-            f"outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made during a "
-            "transfer. Use merge=additive or merge=compensate, or overlap_steps=0."
-        )
-
-
-def _sends(settings: Mapping[str, Any]) -> None:
-    sends = settings.get("sends_per_interval")
-    if sends is not None and not settings["num_fragments"] <= sends <= settings["sync_interval"]:
-        raise InputError(
-            f"outer.sends_per_interval={sends} must lie between outer.num_fragments={settings['num_fragments']} (each fragment "
-            f"is sent at least once) and outer.sync_interval={settings['sync_interval']} (at most one send per inner step)."
-        )
-
-
-def _penalty(settings: Mapping[str, Any]) -> None:
-    value = settings.get("staleness_penalty", "none")
-    is_constant = not isinstance(value, str) and 1 <= value < math.inf
-    if value not in ("gap", "none") and not is_constant:
-        raise InputError(
-            f"outer.staleness_penalty={shown(value)} must be gap, none, or a number of at least 1."
-        )
-
-
-def _clip(settings: Mapping[str, Any]) -> None:
-    value = settings.get("clip_momentum", "none")
-    if value != "none" and (isinstance(value, str) or not 0 < value < math.inf):
-        raise InputError(
-            f"outer.clip_momentum={shown(value)} must be none, or a positive number of rounds: 1 lets the momentum move a weight "
-            "by at most sync_interval inner learning rates."
-        )
+    for name, known in _NAMES.items():
+        value, more = settings.get(name), " Or MODULE:NAME, for one of your own." if name == "codec" else ""
+        if isinstance(value, str) and not (more and is_own(value)):
+            one_of(name, value, known, more)
+    whole = {**_WITHOUT, **settings}
+    for holds, message in _CONTRADICTIONS:
+        if holds(whole):
+            raise InputError(message.format_map(whole))

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from .blocks import Block, find_blocks
 from .tensors.flat import local_shard, split_views
+from .tensors.memory import HOST
 
 EVEN = 1.1
 """With `split_rows`, what is outside the blocks makes no fragment larger than this multiple of the mean fragment."""
@@ -208,14 +210,15 @@ def _by_blocks(
             outside.setdefault(name.rpartition(".")[0], []).append(name)
         else:
             inside[block].append(name)
-    blocks = [names for names in inside.values() if names]
+    filling = _Filling(params, num_fragments)
+    blocks = [names for names in inside.values() if filling.numel(names)]
+    outside |= {names[0]: names for names in inside.values() if names and names not in blocks}
     if num_fragments > len(blocks):
         raise InputError(
-            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks, and each fragment needs "
-            "at least one. Use "
+            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks with values, and each fragment "
+            "needs at least one. Use "
             + (f"num_fragments <= {len(blocks)}." if len(blocks) > 1 else "fragment_pattern=whole.")
         )
-    filling = _Filling(params, num_fragments)
     for names, fragment in zip(blocks, place(list(map(filling.numel, blocks))), strict=True):
         filling.add(names, fragment)
     for names in sorted(outside.values(), key=filling.numel, reverse=True):
@@ -237,11 +240,12 @@ def _block_of(name: str, blocks: Sequence[Block]) -> Block | None:
 
 def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragment, ...]:
     params = _trainable(model)
-    if not params:
+    if not any(param.numel() for param in params.values()):
         raise InputError(
-            "the model has no trainable parameter (requires_grad=True), so there is nothing to synchronize. Unfreeze "
-            "some parameters, or add an adapter (recipe section 'peft')."
+            "the model has no trainable parameter with a value (requires_grad=True), so there is nothing to synchronize. "
+            "Unfreeze some parameters, or add an adapter (recipe section 'peft')."
         )
+    refuse_overlaps({name: local_shard(param) for name, param in params.items()})
     _check_cover([piece for group in groups for piece in group], params)
     order = {name: position for position, name in enumerate(params)}
     blocks, fragments = find_blocks(model), []
@@ -279,6 +283,51 @@ def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None
             assert cut[:1] == [0] and cut[-1:] == [len(params[name])] and cut[1:-1:2] == cut[2:-1:2], (
                 f"fragments must cover every value of {name} exactly once, not {rows}"
             )
+
+
+def refuse_overlaps(shards: Mapping[str, Tensor]) -> None:
+    """Raise InputError, which names the parameters, if two places in `shards`, what this rank holds by name, are one in memory.
+
+    Regions would move such a value once for each of its places.
+    """
+    way_out = "give it memory of its own before the run (param.data = param.data.clone())"
+    for name, shard in shards.items():
+        if shard.numel() > _extent(shard):
+            raise InputError(
+                f"{name} {list(shard.shape)} is expanded: several of its values are one place in memory, which cannot be trained "
+                f"apart. Train the tensor that it expands, or {way_out}."
+            )
+    placed = sorted(
+        (each for each in shards.items() if each[1].data_ptr()), key=lambda each: each[1].data_ptr()
+    )
+    for i, (name, shard) in enumerate(placed):
+        end = shard.data_ptr() + _extent(shard) * shard.element_size()
+        for other, its_shard in placed[i + 1 :]:
+            if its_shard.data_ptr() >= end:
+                break
+            if _overlap(shard, its_shard):
+                raise InputError(
+                    f"{name} {list(shard.shape)} and {other} {list(its_shard.shape)} share a part of their memory, which would "
+                    f"be synchronized twice. Tie them as a whole, or {way_out} for one of them."
+                )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Places in memory from the first value to the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+
+
+def _overlap(tensor: Tensor, later: Tensor) -> bool:
+    """Whether two tensors share a value, given that the later one begins before the end of the other."""
+    sizes = {tensor.element_size(), later.element_size()}
+    if len(sizes) > 1 or all(each.numel() == _extent(each) for each in (tensor, later)):
+        return True
+    # columns of one matrix lie between each other, and share nothing
+    start = (later.data_ptr() - tensor.data_ptr()) // sizes.pop()
+    is_taken = torch.zeros(max(_extent(tensor), start + _extent(later)), dtype=torch.bool, device=HOST)
+    is_taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return bool(is_taken.as_strided(later.shape, later.stride(), start).any())
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Methods and codecs of a user's own: found by MODULE:NAME, and described so that regions can compare them."""
 
-import copyreg
 import functools
 import hashlib
 import importlib
@@ -9,14 +8,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import CellType, CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import InputError, nearest, reason, short, shown
 from .codecs.base import Codec
@@ -75,15 +72,26 @@ def _from_here() -> Iterator[None]:
 
 
 def takes(where: str, function: Any) -> dict[str, Any]:
-    """The settings of a function, with defaults (or `inspect.Parameter.empty`). Raises InputError if they have no names."""
+    """The settings of a function, with defaults (or `inspect.Parameter.empty`).
+
+    Raises InputError if they have no names, or a default is no plain value: regions could not compare them.
+    """
     if not callable(function):
         raise InputError(f"{where} is {short(repr(function))}, and no function that returns one.")
     parameters = inspect.signature(function).parameters
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise InputError(
                 f"{where} takes {parameter}: regions could not compare its settings. Name each of them, with its default."
             )
+        try:
+            json.dumps(None if parameter.default is parameter.empty else parameter.default, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{where} takes {name}={short(repr(parameter.default))}: regions compare settings as JSON, and this is no finite "
+                "number, text, true, false, null, or list or mapping of them. Take a plain value, for example a name, and make "
+                "the object in the function."
+            ) from error
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
@@ -131,116 +139,60 @@ def options_of_codec(name: str) -> dict[str, Any]:
     return {} if _is_codec(thing) else takes(f"outer.codec={shown(name)}", thing)
 
 
-def told(value: Any) -> Any:
-    """The value of a setting as it comes back from JSON; what JSON does not know is described."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return described(value)
+def described(part: Any, module: str = "") -> str:
+    """A user's method or codec, or a part of one, in words that regions compare, with a hash of them and of the source.
 
-
-def described(part: Any) -> str:
-    """A part of a method, in words that are equal in two regions only if the parts are alike.
-
-    They hold its class or function and its values, also those that a function remembers. The number at the end is a hash of
-    these, and of the source of a user's own definitions.
-
-    Raises:
-        InputError: it holds what cannot be put into words.
+    Of an object its class and attributes, of a function its name and what it remembers; so on for objects and functions among
+    these. Numbers and texts count by their values, tensors and the like by their class. The source of `module` counts, too.
 
     >>> class Mine:
     ...     def __init__(self, k): self.k = k
     >>> described(Mine(k=2)) == described(Mine(k=2)), described(Mine(k=2)) == described(Mine(k=3))
     (True, False)
     """
-    sources: set[str] = set()
+    sources = {module: _source(module, part)}
     words = _words(part, (), sources)
-    text = "\n".join([words, *sorted(sources)])
+    text = json.dumps([words, sources], sort_keys=True)
     return f"{short(words, 160)} [{hashlib.sha256(text.encode()).hexdigest()[:12]}]"
 
 
-def _words(value: Any, inside: tuple[int, ...], sources: set[str]) -> str:
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+def _words(value: Any, inside: tuple[int, ...], sources: dict[str, str]) -> str:
+    """The words for a value; `sources` gets the source of the definitions that they name."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
         return repr(value)
     if id(value) in inside:
         return "..."
-
-    def of(each: Any) -> str:
-        return _words(each, (*inside, id(value)), sources)
-
-    def named(pairs: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}={of(each)}" for name, each in pairs.items())
-
-    if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return f"tensor({list(value.shape)}, {value.dtype}, {hashlib.sha256(data).hexdigest()[:12]})"
-    if isinstance(value, functools.partial):
-        return f"partial({', '.join([of(value.func), *map(of, value.args), named(value.keywords)])})"
-    if isinstance(value, MethodType):
-        return f"{of(value.__self__)}.{value.__name__}"
-    if isinstance(value, FunctionType):
-        _note_source(value, sources)
-        kept = {name: cell.cell_contents for name, cell in _closure(value)} | (value.__kwdefaults__ or {})
-        return f"{_name(value)}({', '.join([*map(of, value.__defaults__ or ()), named(kept)])})"
-    if isinstance(value, type | BuiltinFunctionType):
-        _note_source(value, sources)
-        return _name(value)
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(of, value))) + "}"
-    is_builtin = type(value).__module__ == "builtins"
-    if isinstance(value, Mapping) and is_builtin:
-        return "{" + ", ".join(f"{of(key)}: {of(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, Sequence) and is_builtin:
-        return f"[{', '.join(map(of, value))}]"
-    _note_source(type(value), sources)
-    if hasattr(value, "_asdict"):
-        return f"{_name(type(value))}({named(value._asdict())})"
-    made_of = _copied(value)
-    if isinstance(made_of, str):
-        return made_of
-    make, args, state, items, pairs = (*made_of, None, None, None)[:5]
-    made_by = [] if make in (type(value), copyreg.__newobj__) else [of(make)]  # type: ignore[attr-defined]
-    # what __dict__ holds, and what __slots__ hold
-    states = [each for each in (state if isinstance(state, tuple) else (state,)) if each is not None]
-    inner = [*made_by, *(of(each) for each in args if each is not type(value))]
-    inner += [named(dict(sorted(each.items()))) if isinstance(each, dict) else of(each) for each in states]
-    inner += [*map(of, items or ()), *(f"{of(key)}: {of(each)}" for key, each in pairs or ())]
-    return f"{_name(type(value))}({', '.join(filter(None, inner))})"
+    held: Mapping[Any, Any] = getattr(value, "__dict__", {})
+    if isinstance(value, type):
+        held = {}
+    elif inspect.isfunction(value):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    elif isinstance(value, functools.partial):
+        held = {"func": value.func, "args": value.args, **value.keywords}
+    elif isinstance(value, list | tuple):
+        held = value._asdict() if hasattr(value, "_asdict") else dict(enumerate(value))
+    elif isinstance(value, dict):
+        held = value
+    definition = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    module = definition.__module__ or ""
+    sources[f"{module}.{definition.__qualname__}"] = source = _source(module, definition)
+    name = f"{module if source else module.rpartition('.')[2]}.{definition.__qualname__}"
+    named = (f"{key}={_words(each, (*inside, id(value)), sources)}" for key, each in held.items())
+    return f"{name}({', '.join(named)})"
 
 
-def _copied(value: Any) -> Any:
-    """What an object is made of, as Python copies it: this includes values that are not attributes."""
+def _source(module: str, definition: Any) -> str:
+    """The source of a user's module; of a script only that of the definition, as regions may differ in the rest."""
+    if module.partition(".")[0] in ("", *_LIBRARIES):
+        return ""
     try:
-        return value.__reduce_ex__(2)
-    except Exception as error:
-        raise InputError(
-            f"a part of a method holds {short(repr(value))}, and regions cannot compare a {type(value).__qualname__}: it cannot "
-            "be copied. Hold numbers, texts, tensors, functions, or objects with these, and make the rest where it is used."
-        ) from error
+        return inspect.getsource(definition if module == "__main__" else sys.modules[module])
+    except (OSError, TypeError, KeyError):  # typed in, or compiled
+        functions = vars(definition).values() if isinstance(definition, type) else [definition]
+        return str([_instructions(each.__code__) for each in functions if inspect.isfunction(each)])
 
 
-def _closure(function: FunctionType) -> list[tuple[str, CellType]]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return [(name, cell) for name, cell in cells if cell != CellType()]
-
-
-def _name(definition: Any) -> str:
-    module = getattr(definition, "__module__", None) or ""
-    short_module = module.rpartition(".")[2] if module.startswith(_OURS) else module
-    return f"{short_module}.{definition.__qualname__}".lstrip(".")
-
-
-def _note_source(definition: Any, sources: set[str]) -> None:
-    """Note the source of a user's own definition: its module; in a script only itself, because regions may differ there."""
-    module = getattr(definition, "__module__", None) or "builtins"
-    if module.partition(".")[0] in _LIBRARIES:
-        return
-    code = getattr(definition, "__code__", None)
-    try:
-        if module == "__main__":
-            text = inspect.getsource(definition)
-        else:
-            text = f"{Path(inspect.getfile(definition)).read_text(encoding='utf-8')} {getattr(code, 'co_firstlineno', '')}"
-    except (OSError, TypeError, UnicodeDecodeError):  # typed in, or compiled
-        text = "" if code is None else f"{code.co_code!r} {code.co_names!r}"
-    sources.add(f"{_name(definition)} {hashlib.sha256(text.encode()).hexdigest()}")
+def _instructions(code: CodeType) -> list[Any]:
+    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return [code.co_code, code.co_names, constants]

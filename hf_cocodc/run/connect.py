@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from .. import __version__
-from ..coordinator.hello import compare, in_recipe, may_differ, side_by_side
+from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
 from ..coordinator.messages import PROTOCOL, Stop
 from ..coordinator.secret import secret_of
 from ..errors import InputError, nearest
@@ -35,7 +35,7 @@ from ..link.tcp import TcpLink
 from ..link.within import of_all
 from ..net.addresses import own_address
 from ..net.pacing import congestion_of
-from ..parts.tensors.flat import bytes_of, contents
+from ..parts.tensors.flat import contents, digests
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
@@ -59,9 +59,9 @@ def own_hello(
     max_steps: int | None,
     about: About,
     num_lanes: int,
-    frozen: str | None,
+    frozen: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What this region tells the others (`hello`). `frozen`: a digest of the rest of a sharded model."""
+    """What this region tells the others (`hello`). `frozen`: `frozen_tensors` of a sharded model."""
     return hello(
         model,
         {**settings(config), **regions.compared},
@@ -91,7 +91,7 @@ def hello(
     facts: Mapping[str, Any] = MappingProxyType({}),
     first_samples: str = "",
     allowed: Sequence[str] = (),
-    frozen: str | None = None,
+    frozen: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Describe this region (JSON-able). Raises InputError if `allowed` names no fact.
 
@@ -100,7 +100,7 @@ def hello(
         settings: of the method and the link, by their names in OuterConfig and RegionConfig.
         config: the model's config, as far as it changes the model's function.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
-        frozen: digest of the rest of the model, of all ranks if they hold shards; by default that of `model`.
+        frozen: lines about the rest of the model, of all ranks if they hold shards; by default `frozen_tensors` of `model`.
     """
     facts = {"torch": torch.__version__.split("+")[0], **facts}
     for name in allowed:
@@ -109,6 +109,7 @@ def hello(
                 f"regions.may_differ={name!r} is not a setting in which regions may differ.{nearest(name, list(facts))}"
             )
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    tensors = frozen_tensors(model) if frozen is None else frozen
     return {
         "protocol": PROTOCOL,
         "hf_cocodc": __version__,
@@ -120,7 +121,8 @@ def hello(
         "model": dict(config),
         "facts": facts,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
-        "frozen parameters and buffers (digest)": frozen or frozen_digest(model),
+        DIGEST: hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16],
+        FROZEN: packed(tensors),
         "adapter settings": _adapter_settings(model),
         "first samples": first_samples,
         "versions": {name: version(name) for name in ("transformers", "accelerate")},
@@ -138,17 +140,12 @@ def _adapter_settings(model: nn.Module) -> list[str]:
     return entries
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """Digest of all that regions do not synchronize but must have equal: frozen parameters, saved buffers, and other saved
-    tensors, such as the scales of quantized weights. Of a sharded tensor, only this rank's shard.
+def frozen_tensors(model: nn.Module) -> list[str]:
+    """Name, form and checksum of each tensor that regions do not synchronize but must have equal: frozen parameters, saved
+    buffers, and other saved tensors, such as the scales of quantized weights. Of a sharded tensor, only this rank's shard.
     """
-    sha = hashlib.sha256()
-    for name, tensor in contents(model).items():
-        if not tensor.requires_grad:
-            sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-            for part in bytes_of(tensor):
-                sha.update(part)
-    return sha.hexdigest()[:16]
+    held = {name: tensor for name, tensor in contents(model).items() if not tensor.requires_grad}
+    return [f"{name} {line}" for name, line in digests(held).items()]
 
 
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
@@ -214,7 +211,12 @@ def connect(
     congestion_of(regions.congestion)  # refused before anybody waits
     name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
-    frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None
+    frozen: list[str] | None = None
+    if sharded and is_sharded(model):
+        of_ranks = (text.split("\n") for text in of_all(accelerator, "\n".join(frozen_tensors(model))))
+        frozen = [
+            " ".join([first, *(line[-8:] for line in rest)]) for first, *rest in zip(*of_ranks, strict=True)
+        ]
 
     def context(name: str, compared: Mapping[str, Any]) -> RegionContext:
         assert regions.region is not None and regions.coordinator is not None

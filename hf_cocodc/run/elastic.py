@@ -279,7 +279,7 @@ class Elastic:
             return
         if outer.is_at_the_end:  # a change counts from the next step on, and there is none
             endings.tell(ending=Ending.NO)
-            outer.finish()
+            outer.end()
         elif self._has_left:
             outer.synchronizer.wait_for_transfers()
             outer.link.tick(outer.inner_step + 1)

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 
 from ..errors import InputError, shown
 from ..newer import INNER
+from .copies import Copies
 
 logger = logging.getLogger(__name__)
 
 _WAY_OUT = "Give the optimizer, or the list of optimizers, that accelerator.prepare returned."
 _NAMED = 3
 """Most parameters that a message names."""
+_MISSING = (
+    "Otherwise the other regions get nothing of what this one trains. Add the line `outer.step()` behind `optimizer.step()`, so "
+    "that it is called before the next one."
+)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -83,6 +88,8 @@ class InnerOptimizer:
         self._model, self._reads_lr = model, reads_lr
         self.times_anew = 0
         self._is_clipped = False
+        self._counted = False
+        self._steps: list[int] = []
         for part in self._parts:
             refuse_two_sets_of_weights(part)
             if begins_anew and not callable(getattr(getattr(part, "state", None), "clear", None)):
@@ -103,6 +110,8 @@ class InnerOptimizer:
         """Begin from the present state of the optimizer, at the start of a run or at a checkpoint, before any inner step."""
         self._noted: float | None = None
         self._at_start: float | None = self._lr()
+        self.copies = Copies(self._parts, self._model)
+        self._steps = [0] * len(self._steps)
 
     @property
     def _name(self) -> str:
@@ -132,6 +141,52 @@ class InnerOptimizer:
 
         accelerator.clip_grad_norm_ = clipping
         return undo
+
+    def watch_steps(self) -> Callable[[], None]:
+        """Count the optimizers' steps from now on, and refuse them if nobody calls `count`; returns a function that undoes this.
+
+        Optimizers that are not PyTorch's have no hooks, and are not counted. A step that a gradient scaler skips is none. Of
+        several optimizers one may step more often than others: all of them must have stepped twice without a call.
+        """
+        parts = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
+        self._steps, depths = [0] * len(parts), [0] * len(parts)
+
+        def begins(number: int, *_: Any) -> None:
+            depths[number] += 1  # PyTorch also calls hooks for a class's step inside that of its subclass
+
+        def ends(number: int, *_: Any) -> None:
+            depths[number] -= 1
+            if depths[number]:
+                return
+            self._steps[number] += 1
+            if self._steps[number] == 2 and min(self._steps) >= 2:
+                raise InputError(
+                    f"{self._name} has made 2 steps without a call of `outer.step()`. {_MISSING}"
+                )
+
+        hooks = []
+        for number, part in enumerate(parts):
+            hooks.append(part.register_step_pre_hook(functools.partial(begins, number)))
+            hooks.append(part.register_step_post_hook(functools.partial(ends, number)))
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
+
+    def count(self) -> None:
+        """Note that `outer.step()` was called after the optimizers' steps."""
+        self._counted, self._steps = True, [0] * len(self._steps)
+
+    def refuse_uncounted(self) -> None:
+        """Raise InputError if the optimizers have made steps in this run, and `count` was never called: they would be lost. One
+        step after the last call is in the last round.
+        """
+        if any(self._steps) and not self._counted:
+            raise InputError(
+                f"{self._name} has made {max(self._steps)} step(s), and nobody has called `outer.step()`. {_MISSING}"
+            )
 
     @property
     def has_state(self) -> bool:

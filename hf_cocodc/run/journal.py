@@ -5,19 +5,18 @@ unit; NaN and infinities become null. Older versions wrote fewer fields. `docs/r
 and their fields; `epoch`, `retry`, `late`, `left` and `join` are only in runs that go on without a lost region
 (`regions.on_loss`).
 
-No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
-all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a hash
-of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one. A region that
-comes back to a run while the others train appends to its journal.
+The file is only appended to, by whatever run writes in the folder. Each `start` and `resume` names its record with a number,
+which checkpoints have, too: a reader takes the lines of the newest record, without those behind the checkpoint of a `resume`
+(`of_newest`). A region that comes back to a run while the others train goes on with its record, and gives nothing up.
 """
 
-import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,70 +27,85 @@ BEGINNINGS = ("start", "resume")
 """Each process of a region begins with a line of one of these kinds."""
 
 
-class Mark(NamedTuple):
-    """How far a journal had come when a checkpoint of inner step `step` was saved (None if unknown): its bytes, and their
-    SHA-256, which is empty if unknown, as in checkpoints of older versions.
+class Record(NamedTuple):
+    """The events of a run in a journal, and those of inner steps that were made again, one list for each resume."""
+
+    events: list[Event]
+    given_up: list[list[Event]]
+
+
+def of_newest(events: Iterable[Event]) -> Record:
+    """The newest record in a journal.
+
+    >>> lines = [("start", 0, "a"), ("send", 5, None), ("start", 0, "b"), ("send", 9, None), ("resume", 3, "a")]
+    >>> newest = of_newest({"kind": kind, "step": step, "journal": name} for kind, step, name in lines)
+    >>> [(event["kind"], event["step"]) for event in newest.events], [len(each) for each in newest.given_up]
+    ([('start', 0), ('resume', 3)], [1])
     """
-
-    position: int = 0
-    sha256: str = ""
-    step: int | None = None
-
-    @classmethod
-    def of(cls, path: Path, run: str) -> "Mark":
-        """The end of a journal, for a region that comes back to a run; nothing if the journal's last `run` is another one."""
-        content = path.read_bytes() if path.is_file() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        events = _events(whole)
-        runs = [event.get("run") for event in events if event.get("kind") in BEGINNINGS]
-        if not runs or runs[-1] != run:
-            return cls()
-        return cls(len(whole), hashlib.sha256(whole).hexdigest(), events[-1].get("step"))
-
-    def fits(self, content: bytes) -> bool:
-        """Whether a file's content begins with the lines of the run that made the mark."""
-        ours = content[: self.position]
-        if self.sha256:
-            return hashlib.sha256(ours).hexdigest() == self.sha256
-        if not ours:
-            return True
-        last = _events(ours)[-1:]
-        behind = self.step is not None and any((event.get("step") or 0) > self.step for event in last)
-        return len(ours) == self.position and ours.endswith(b"\n") and bool(last) and not behind
+    record = Record([], [])
+    records: dict[Any, Record] = {}
+    for event in events:
+        if event.get("kind") in BEGINNINGS:
+            # without a beginning, its line is damaged
+            known = records.get(event.get("journal"), None if records else record)
+            record = Record([], []) if known is None or event["kind"] == "start" else known
+            records[event.get("journal")] = record
+            # a region that comes back makes none of its own steps again
+            if "from_region" not in event:
+                _give_up(record, event)
+        record.events.append(event)
+    return record
 
 
-_BEGINNING = Mark()
+def _give_up(record: Record, resume: Event) -> None:
+    behind = [event for event in record.events if _step(event) > _step(resume)]
+    if behind:
+        record.events[:] = [event for event in record.events if _step(event) <= _step(resume)]
+        record.given_up.append(behind)
+
+
+def _step(event: Event) -> float:
+    step = event.get("step")
+    return step if isinstance(step, int | float) else 0
+
+
+def name_of(path: Path, run: str) -> str:
+    """The name of the record in which a region that comes back to a run goes on; empty if the journal's last `run` is another."""
+    events = _events(path.read_bytes()) if path.is_file() else []
+    last = next((event for event in reversed(events) if event.get("kind") in BEGINNINGS), {})
+    return str(last.get("journal", "")) if last.get("run") == run else ""
 
 
 class Journal:
     """Writes events to a file, which is not touched before the first one; or nowhere, without a path.
 
     Args:
-        path: a new file, or the journal of the run to resume.
-        mark: of the checkpoint that the run goes on from. Lines behind it move to another file; all do if the run is another
-            one.
+        path: a new file, or one with records of this run or of others.
+        name: of the record that is continued; of a new one by default.
         clock: returns seconds.
 
     Attributes:
-        listener: called as listener(kind, facts) before an event is written, also without a path.
         earlier: returns events that other threads have noticed, and forgets them; they are written before the next one.
     """
 
     def __init__(
         self,
         path: Path | None = None,
-        mark: Mark = _BEGINNING,
+        name: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = path
-        self.listener: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self.earlier: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple
         self._clock = clock
-        self._began = clock()
         self._later: list[tuple[str, Mapping[str, Any], float]] = []
-        self._mark: Mark | None = mark
-        self._position, self._sha256 = 0, hashlib.sha256()
         self._failure: OSError | None = None
+        self.go_on(name)
+
+    def go_on(self, name: str) -> None:
+        """Continue the record `name` with the next event, which is a `resume`; begin a new one if it is empty."""
+        self.name = name or secrets.token_hex(8)
+        self._is_open = False
+        self._began = self._clock()
 
     def check(self) -> None:
         """Raise InputError if the disk has refused an event; after the first, none is written. An event may come in the middle
@@ -102,14 +116,6 @@ class Journal:
                 f"the journal {self.path} cannot be written: {self._failure.strerror or self._failure}. Make room or change "
                 "training.output_dir, then resume."
             ) from self._failure
-
-    def mark(self) -> Mark:
-        """How far the journal has come."""
-        if self.path is None:
-            return Mark()
-        if self._mark is not None:
-            return self._mark
-        return Mark(self._position, self._sha256.hexdigest())
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append an event. NaN and infinities become null, because JSON cannot express them."""
@@ -129,20 +135,18 @@ class Journal:
             self._append(kind, facts)
 
     def _append(self, kind: str, facts: Mapping[str, Any], at: float | None = None) -> None:
-        self.listener(kind, facts)
         if self.path is None or self._failure is not None:
             return
         line = {"kind": kind, "time_s": 0.0, **facts}
+        if kind in BEGINNINGS:
+            line["journal"] = self.name
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         try:
-            if self._mark is not None:
-                self._open(self.path, self._mark)
-                self._mark = None
+            if not self._is_open:
+                self._open(self.path, clean)
             clean["time_s"] = round((self._clock() if at is None else at) - self._began, 4)
-            written = f"{json.dumps(clean)}\n".encode()
             with self.path.open("ab") as file:
-                file.write(written)
-            self._note(written)
+                file.write(f"{json.dumps(clean)}\n".encode())
         except OSError as error:
             self._failure = error
 
@@ -150,27 +154,21 @@ class Journal:
         """Append the error that ends the run; a disk that refuses does not hide it."""
         self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
 
-    def _open(self, path: Path, mark: Mark) -> None:
+    def _open(self, path: Path, line: Event) -> None:
+        """Go on behind the last whole line: one that a crash has cut off is none. Seconds go on from the last event kept."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = path.read_bytes() if path.is_file() else b""
-        to_keep = mark.position if mark.fits(content) else 0
-        if content[to_keep:]:
-            earlier_name(path).write_bytes(content[to_keep:])
-        other = path.with_name(f"{path.name}.new")
-        other.write_bytes(content[:to_keep])
-        os.replace(other, path)  # a reader notices a new file, but not a file that has shrunk
-        self._note(content[:to_keep])
-        events = read(path)
-        self._began -= events[-1].get("time_s", 0.0) if events else 0.0
-
-    def _note(self, written: bytes) -> None:
-        self._position += len(written)
-        self._sha256.update(written)
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(path, whole)
+        before = of_newest([*_events(content[:whole]), line]).events[:-1]
+        self._began -= before[-1].get("time_s", 0.0) if before else 0.0
+        self._is_open = True
 
 
 def read(path: Path) -> list[Event]:
-    """Read every event of a journal, but for lines that cannot be read."""
-    return _events(path.read_bytes())
+    """Read the events of the newest record in a journal, but for lines that cannot be read."""
+    return of_newest(_events(path.read_bytes())).events
 
 
 def _events(content: bytes) -> list[Event]:

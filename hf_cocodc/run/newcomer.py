@@ -19,7 +19,7 @@ from ..errors import DonorLost, LeftBehind, RunOver
 from ..link.base import Link
 from ..link.log import Marker, from_plain
 from ..link.rules import Standing
-from ..link.within import main_says
+from ..link.within import main_says, wait_for_ranks
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
@@ -290,7 +290,7 @@ class JoiningRank:
         self._forget_base()
 
     def _forget_base(self) -> None:
-        self._accelerator.wait_for_everyone()  # all ranks read it
+        wait_for_ranks(self._accelerator, "the base, which all ranks read")
         self._say(RegionSession.forget_base, "the end of the base")
 
 

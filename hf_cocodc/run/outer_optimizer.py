@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import platform
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ..coordinator.messages import Bye
 from ..engine.replicas import Engine
-from ..errors import InputError, LeftBehind, LinkError, RunStopped
+from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending, Words
 from ..methods import Method
@@ -33,12 +32,11 @@ from .fresh_start import recover, ruined_at_the_end
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal
 from .newcomer import advance, inner_of
-from .resuming import StartPoint, check, config_of, in_all, start_point
+from .resuming import Loaded, StartPoint, check, config_of, in_all, start_point
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
-from .starting import engine_for, mark_of, note_start, run_of
-from .supported import refuse_unsupported
-from .unread import attendance_of, report_unread
+from .starting import engine_for, note_start, record_of, run_of
+from .supported import claim, length_of, refuse_second, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ class OuterOptimizer:
         # without an exception, finish() has been called here: the model holds the global weights
 
     `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)` loads it, transfers in
-    flight included, before or after the outer optimizer is made; `outer.inner_step` says where the loop must continue. Regions
+    flight included (`loaded`: before it is made); `outer.inner_step` says where the loop must continue. Regions
     save and load at the same inner step, each in its own folder: a second region of the run that saves into a folder is
     refused.
 
@@ -72,17 +70,20 @@ class OuterOptimizer:
             It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are refused.
         config: the method and its settings; or a `Method` with a name, for a method of your own.
         regions: which region this is; by default the environment says so.
-        max_steps: inner steps of the run, if known; regions must agree on it.
+        max_steps: inner steps of the run, if known; regions must agree on it. `should_stop` is True after so many, and another
+            `step` is refused.
         journal: file for one JSON line per event; none by default.
         link: reaches the other regions, which compare over it what they are; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
+        loaded: the folder that `accelerator.load_state` has loaded before; the run goes on from there. False if model and
+            optimizer were trained before, and a new run begins with them: without this, they are refused.
         about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show,
             which is nothing of the data.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that stage,
             not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual optimizer,
             2506.21263). See below.
         has_agreed: whether the regions have agreed on what they begin from, `saved` or step 0, as Trainer's callback does. Else
-            they do so here; without `saved` it is what the accelerator has loaded.
+            they do so here; without `saved` it is what is `loaded`.
 
     The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order,
     or `outer.note_lr()` before a schedule that steps earlier.
@@ -99,7 +100,7 @@ class OuterOptimizer:
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
         HandshakeError: regions disagree.
-        CheckpointError: `saved`, or what the accelerator has loaded, is damaged, of another run, or of another step than the
+        CheckpointError: `saved`, or what is `loaded`, is damaged, of another run, or of another step than the
             other regions' checkpoints; or the model holds other weights.
         LinkError: the coordinator or a region cannot be reached in time.
     """
@@ -116,11 +117,13 @@ class OuterOptimizer:
         journal: str | Path | None = None,
         link: Link | None = None,
         saved: Saved | None = None,
+        loaded: Loaded = None,
         about: About | None = None,
         stage: tuple[int, int] | None = None,
         has_agreed: bool = False,
     ) -> None:
         asked, regions = as_config(config), regions or RegionConfig()
+        max_steps = length_of(max_steps)
         method = from_config(asked)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         refuse_unsupported(accelerator, asked, bare, has_stages=stage is not None)
@@ -139,9 +142,11 @@ class OuterOptimizer:
         self._accelerator, self._inner, self._asked, self._max_steps = accelerator, inner, asked, max_steps
         self._allowed, self._has_stages = regions.allowed, stage is not None
         try:
-            start = start_point(link, accelerator, bare, inner, saved, journal, agreed=has_agreed)
+            start = start_point(link, accelerator, bare, inner, saved, loaded, journal, agreed=has_agreed)
             self._agree(start)
             self._begin(start, regions, journal)
+            if not has_agreed:  # Trainer's callback forgets no call of `step`
+                self._undo.append(self._inner.watch_steps())
         except BaseException as error:
             self._undo_all()
             if is_own_link:
@@ -163,20 +168,16 @@ class OuterOptimizer:
         link, accelerator, saved = self.link, self._accelerator, start.saved
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
-        self.journal = Journal(path, mark_of(saved, path, run_of(link)), link.clock)
+        self.journal = Journal(path, record_of(saved, path, run_of(link)), link.clock)
         self.endings = Endings(link, regions.when_one_ends, self._max_steps)
         self.finished = False
+        self._has_read_verdict = False
         self.synchronizer = self._engine(saved)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
-        facts = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(link))
-        self._tell_unread: Callable[[int], None] = lambda step: None
-        if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step, start.is_new)
-            self._tell_unread = report_unread(self.journal, attendance)
+        self._note_start(saved)
         self._undo += [claim(self.model), self._inner.note_clipping(accelerator)]
         self._undo += hook_into_saving(accelerator, self, self._inner)
         if link.agreement is not None:
@@ -214,8 +215,10 @@ class OuterOptimizer:
     def verdict(self) -> str | None:
         """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on.
 
-        "leave": this region alone has left, and the others train on.
+        "leave": this region alone has left, and the others train on. A script that has read "stop" or "leave" ends as it
+        chooses; in any other, `finish` raises RunStopped.
         """
+        self._has_read_verdict = self._has_read_verdict or self.endings.verdict is not None
         return self.endings.verdict
 
     @property
@@ -225,12 +228,16 @@ class OuterOptimizer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run has ended here: leave the loop.
+        """Whether the run has ended here, or all `max_steps` are made: leave the loop.
 
         With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
         leave, and resume later.
         """
-        return self.finished or self.verdict is not None
+        return self.finished or self._is_all_made or self.endings.verdict is not None
+
+    @property
+    def _is_all_made(self) -> bool:
+        return self._max_steps is not None and self.inner_step >= self._max_steps
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
@@ -271,14 +278,41 @@ class OuterOptimizer:
 
         Regions may come here after different numbers of inner steps: an early one coasts until the others have heard of
         it. After a `verdict` to stop or leave nothing is exchanged and the model keeps its local weights.
+
+        Raises:
+            RunStopped: the regions have stopped, or this one has left (RunLeft), and the script knows nothing of it: it has
+                saved no checkpoint of this step, and has not read `verdict`. It would go on as if the run were complete.
         """
+        self.end()
+        self._refuse_unnoticed()
+
+    def end(self) -> None:
+        """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
+        if not self.finished:
+            self._inner.refuse_uncounted()
+            self._inner.copies.refuse()
         if not self.finished and not self.is_at_the_end:
             self.say(Ending.DONE)
             self.coast(self._finish)
         self._finish()
 
+    def _refuse_unnoticed(self) -> None:
+        step, region = self.inner_step, self.link.region
+        if self.finished or self._has_read_verdict or 0 < self.endings.word.saved_at == step:
+            return
+        if self.endings.verdict == "leave":
+            raise RunLeft(
+                f"region {region} has left the run at step {step}: {self.why}. The others train on with what it has trained; its "
+                "model is not the run's. A script that reads outer.verdict may end in another way."
+            )
+        raise RunStopped(
+            f"all regions stopped at step {step}: {self.why}. Region {region} has saved no checkpoint of this step, so what it "
+            "has trained since its last one is lost. When outer.should_stop is True, look at outer.verdict: if it is stop, call "
+            "accelerator.save_state(folder) inside the with block, and resume from there later."
+        )
+
     def _finish(self) -> None:
-        while not self.finished and self.verdict not in ("stop", "leave"):
+        while not self.finished and self.endings.verdict not in ("stop", "leave"):
             try:
                 words = self.synchronizer.finish(self.endings.word)
             except LeftBehind as error:
@@ -316,9 +350,8 @@ class OuterOptimizer:
     @property
     def is_at_the_end(self) -> bool:
         """Whether every region is known to end at this step, so that the last round can take place."""
-        known = self._max_steps is not None and self.inner_step >= self._max_steps
         is_alone = self.link.num_regions == 1 and not self.link.is_elastic  # else others may come
-        return known or is_alone or self.verdict is not None
+        return self._is_all_made or is_alone or self.endings.verdict is not None
 
     def coast_one(self, alone: bool = False) -> None:
         """Make an inner step without training; `alone`: without what comes after it in an elastic run."""
@@ -334,7 +367,7 @@ class OuterOptimizer:
             self._step(inner_lr, trained)
         else:
             self.elastic.guard(lambda: self._step(inner_lr, trained))
-        if self.verdict == "finish":
+        if self.endings.verdict == "finish":
             self._finish()
 
     @property
@@ -343,7 +376,8 @@ class OuterOptimizer:
         return self.synchronizer.report
 
     def step(self, loss: float | None = None, tokens: int | Tensor | None = None) -> None:
-        """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
+        """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate. A second step of PyTorch's
+        optimizers without this call raises InputError.
 
         The learning rate is read here: step a schedule after this call, or call `note_lr` before. Of groups with different
         rates counts the mean, weighted by the number of values that they train, without groups whose rate is 0. Only CO2 and
@@ -357,12 +391,14 @@ class OuterOptimizer:
             tokens: of this rank's micro-batch; needed at every call with `weights=tokens`, otherwise not used.
         """
         if self.should_stop:
+            length = f" (max_steps={self._max_steps})" if self._is_all_made else ""
             raise InputError(
-                f"step() after the run has ended at step {self.inner_step}. Leave the loop when outer.should_stop is True; "
-                "make a new OuterOptimizer to train on."
+                f"step() after the run has ended at step {self.inner_step}{length}. Leave the loop when outer.should_stop is "
+                "True; make a new OuterOptimizer to train on."
             )
         if tokens is not None:
             self.tokens.note(tokens)
+        self._inner.count()
         if not self._accelerator.sync_gradients:
             return
         if loss is not None:
@@ -381,7 +417,11 @@ class OuterOptimizer:
         """Count an inner step, and hold its events."""
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
+        if trained:
+            self._inner.copies.look()
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
+        if words is not None:
+            self._inner.copies.landed()
         parts = self.synchronizer, self._inner, self._config, self.endings, self.journal
         recover(*parts, has_landed=words is not None, has_stages=self._has_stages)
         self.endings.after_step(self.inner_step, words)
@@ -412,12 +452,14 @@ class OuterOptimizer:
         if not self._undo:
             return
         self._undo_all()
+        if self.endings.verdict in ("stop", "leave"):
+            spare_traceback()
         session = session_of(self.link)
         if session is not None:
             how = (
                 "finished"
                 if self.finished
-                else {"stop": "stopped", "leave": "left"}.get(str(self.verdict), "failed")
+                else {"stop": "stopped", "leave": "left"}.get(str(self.endings.verdict), "failed")
             )
             session.end(Bye(how=how, step=self.inner_step, place=self._place))
         self.link.close(reason)
@@ -436,7 +478,6 @@ class OuterOptimizer:
             CheckpointError: the disk refuses.
             LeftBehind: the others have gone on without this region; nothing is written, and the next `step` comes back.
         """
-        self._tell_unread(self.inner_step)
         facts = facts_of(self)
         saved = Saved(self.synchronizer.state_dict(), facts)
         write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)
@@ -467,6 +508,12 @@ class OuterOptimizer:
             self.synchronizer.take_over()
         self._inner.begin()
         self.endings.continue_from(self.inner_step)
+        self.journal.go_on(record_of(saved, self.journal.path, run_of(self.link)))
+        self._note_start(saved)
+
+    def _note_start(self, saved: Saved | None) -> None:
+        facts = self.settings, self.about.facts
+        note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(self.link))
 
     def _check(self, saved: Saved, settings: dict[str, Any], is_new: bool = False) -> None:
         """Raise CheckpointError if the regions cannot go on from there."""
@@ -513,23 +560,6 @@ class OuterOptimizer:
             if self.endings.is_hopeless:
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
+            if issubclass(kind, RunStopped):
+                spare_traceback()
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
-
-
-_TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that an outer optimizer trains now."""
-
-
-def refuse_second(model: nn.Module) -> None:
-    """Raise InputError if an outer optimizer trains `model` already."""
-    if model in _TRAINED:
-        raise InputError(
-            f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
-            "parameters. End the first one (finish() or close()), or train a model of its own."
-        )
-
-
-def claim(model: nn.Module) -> Callable[[], None]:
-    """Note that an outer optimizer trains `model`, until the returned function is called."""
-    _TRAINED.add(model)
-    return lambda: _TRAINED.discard(model)

@@ -1,17 +1,13 @@
 """What a region goes on from, and whether its run may: a checkpoint, what `accelerator.load_state` has loaded, or a base.
 
-An outer optimizer sees each later `load_state`, but Accelerate keeps no trace of an earlier one. Therefore two methods are
-wrapped in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that
-is older than this import may have loaded what nobody saw.
+An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace: the script names its folder.
 """
 
-import functools
 import logging
 import secrets
-import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 from torch import nn
@@ -24,7 +20,7 @@ from ..link.within import main_says
 from ..resolve import continuing, value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
-from ..snapshot import local_weights
+from ..snapshot import local_weights, manifest
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
 from ..snapshot.resume import CanResume
@@ -37,9 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NOTHING = -1
-_FOLDERS: "weakref.WeakKeyDictionary[Accelerator, Path]" = weakref.WeakKeyDictionary()
-_WATCHED: "weakref.WeakSet[Accelerator]" = weakref.WeakSet()
-"""Accelerators of which every `load_state` is known, or that have begun a run already."""
+Loaded = str | Path | Literal[False] | None
+"""The folder that `accelerator.load_state` has loaded before a run; False if training before it is no part of it."""
 
 
 class Origin(NamedTuple):
@@ -51,41 +46,9 @@ class Origin(NamedTuple):
     run: int
 
 
-def _note_folders() -> None:
-    """Let every accelerator that is made from now on note the folder that it has loaded last."""
-    make, load_state = Accelerator.__init__, Accelerator.load_state
-
-    @functools.wraps(make)
-    def watched(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _WATCHED.add(self)
-
-    @functools.wraps(load_state)
-    def load(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        folders: list[Path] = []  # Accelerate itself may choose the folder
-        hook = self.register_load_state_pre_hook(lambda models, folder: folders.append(Path(folder)))
-        try:
-            result = load_state(self, *args, **kwargs)
-        finally:
-            hook.remove()
-        if folders:
-            _FOLDERS[self] = folders[-1]
-        return result
-
-    Accelerator.__init__, Accelerator.load_state = watched, load
-
-
-_note_folders()
-
-
-def take_loaded(accelerator: Accelerator) -> Path | None:
-    """The folder that the accelerator has loaded last, if nobody has asked for it since."""
-    return _FOLDERS.pop(accelerator, None)
-
-
 def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
     """Raise CheckpointError if any byte of a checkpoint that Accelerate loads is damaged. A collective call of the ranks."""
-    wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
+    wrong = main_says(link, accelerator, lambda: manifest.damage(checkpoint), f"the check of {checkpoint}")
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 
@@ -149,10 +112,11 @@ def start_point(
     model: nn.Module,
     inner: InnerOptimizer,
     saved: Saved | None,
+    loaded: Loaded,
     journal: str | Path | None,
     agreed: bool,
 ) -> StartPoint:
-    """What a region goes on from: what it was given, what its accelerator has loaded, or the base of a run that it joins.
+    """What a region goes on from: what it was given, what its accelerator has `loaded`, or the base of a run that it joins.
 
     A collective call of all regions where none joins. `agreed`: they have agreed on `saved` before, as Trainer's callback does.
     Raises like `agree_on_beginning`, and LinkError if no member of the run that it joins gives a base.
@@ -161,11 +125,10 @@ def start_point(
     follows = is_new and saved is None
     started: dict[str, Any] = {}
     if follows:
-        take_loaded(accelerator)  # a base takes its place
         saved, run = read_base(link, accelerator, model, bases)
         started = {"run": run}
     elif not agreed:
-        saved, run = agree_on_beginning(link, accelerator, model, inner, saved)
+        saved, run = agree_on_beginning(link, accelerator, model, inner, saved, loaded)
         started = {"run": run}
     return StartPoint(saved, started, is_new, follows, bases)
 
@@ -182,32 +145,37 @@ def config_of(
 
 
 def agree_on_beginning(
-    link: Link, accelerator: Accelerator, model: nn.Module, inner: InnerOptimizer, saved: Saved | None
+    link: Link,
+    accelerator: Accelerator,
+    model: nn.Module,
+    inner: InnerOptimizer,
+    saved: Saved | None,
+    loaded: Loaded = None,
 ) -> tuple[Saved | None, int]:
     """What a plain loop goes on from, and a number for its run. A collective call.
 
     Args:
         model: unwrapped. It holds what the accelerator has loaded.
-        saved: what the loop was given; None for what the accelerator has loaded, if that is of a run of ours.
+        saved: what the loop was given; None for what the accelerator has `loaded`, if that is of a run of ours.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or regions have loaded different steps.
-        InputError: the inner optimizer has state, and the accelerator may have loaded it before anyone could see that.
+        InputError: there was training before, or a load, and the script does not say which.
     """
-    folder = take_loaded(accelerator)
+    folder = Path(loaded) if loaded else None
 
     def read() -> Saved | None:
-        if saved is None and folder is None and inner.has_state and accelerator not in _WATCHED:
+        if saved is None and loaded is None and (begun := _has_begun(accelerator, inner)):
             raise InputError(
-                "the inner optimizer has state from before OuterOptimizer was imported. If accelerator.load_state has loaded it, "
-                "the run would begin at step 0. Write `from hf_cocodc import OuterOptimizer` at the top of the script, before "
-                "Accelerator(...), or call accelerator.load_state after OuterOptimizer(...)."
+                f"{begun} before OuterOptimizer(...) was made, but the run would begin at step 0. If accelerator.load_state has "
+                "loaded a checkpoint, call it after OuterOptimizer(...), or name the folder: OuterOptimizer(..., loaded=folder). "
+                "If a new run is to begin with a model that was trained before, say OuterOptimizer(..., loaded=False)."
             )
         if saved is not None or not _is_ours(link, accelerator, folder):
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
-        checkpoint = disk.read_own(link, folder, checked=True)
+        checkpoint = disk.read_own(link, folder)
         restore_buffers(model, folder, link.lane)
         return checkpoint
 
@@ -223,7 +191,6 @@ def agree_on_beginning(
             )
     if saved is None and checkpoint is not None:
         logger.info("region %d goes on from %s, at step %d", link.region, folder, checkpoint.facts.step)
-    _WATCHED.add(accelerator)
     return checkpoint, origins[first].run
 
 
@@ -232,6 +199,15 @@ def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
     return main_says(
         link, accelerator, lambda: folder is not None and (folder / FOLDER).is_dir(), "what was loaded"
     )
+
+
+def _has_begun(accelerator: Accelerator, inner: InnerOptimizer) -> str:
+    """What shows that there was training, or a load, in words; empty if nothing does."""
+    if inner.has_state:
+        return "the inner optimizer has made steps"
+    plain = [getattr(each, "scheduler", each) for each in accelerator._schedulers]
+    steps = max((int(getattr(each, "last_epoch", 0)) for each in plain), default=0)
+    return f"a learning rate schedule has made {steps} steps" if steps > 0 else ""
 
 
 def _in_words(origin: Origin) -> str:

@@ -9,13 +9,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..link.base import Link
-from ..link.within import main_says
+from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
+from ..snapshot import beside, folders, local_weights
 from ..snapshot import checkpoint as disk
-from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Facts, Saved
 from .inner_optimizer import InnerOptimizer
-from .resuming import in_all, refuse_damaged, restore_buffers, take_loaded
+from .resuming import in_all, refuse_damaged, restore_buffers
 
 if TYPE_CHECKING:
     from .outer_optimizer import OuterOptimizer
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 
 def facts_of(outer: "OuterOptimizer") -> Facts:
     """What identifies the run of an outer optimizer, as it is now."""
-    mark = outer.journal.mark()
     return Facts.of(
         outer.link,
         step=outer.inner_step,
         settings=outer.settings,
         finished=outer.finished,
-        journal=mark.position,
-        journal_sha256=mark.sha256,
-        stopping=outer.verdict == "stop",
+        journal=outer.journal.name,
+        stopping=outer.endings.verdict == "stop",
         model=dict(outer.about.model),
         facts=dict(outer.about.facts),
     )
@@ -45,9 +43,7 @@ def write(
     `model` is unwrapped, with the local weights. If `whole`, our own file holds all of them; else it holds buffers, and the
     caller saves the parameters. Raises CheckpointError if the disk refuses.
     """
-    if accelerator.is_main_process:
-        disk.begin(checkpoint)
-    accelerator.wait_for_everyone()
+    main_says(link, accelerator, lambda: disk.begin(checkpoint), f"the folder {checkpoint}")
     if accelerator.is_main_process or link.lane:
         kept = local_weights.kept(model, saved.synchronized)
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
@@ -59,9 +55,10 @@ def write(
 
 def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
     """Declare a checkpoint complete, once every rank has written its part. A collective call of the region's ranks."""
-    accelerator.wait_for_everyone()
+    what = f"all parts of {checkpoint}"
+    wait_for_ranks(accelerator, what)
     main_says(link, accelerator, lambda: disk.seal(checkpoint), "the hashes of a checkpoint")
-    accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
+    wait_for_ranks(accelerator, what)  # the leader must not end before the others have heard of it
 
 
 def hook_into_saving(
@@ -86,30 +83,54 @@ def hook_into_saving(
         checkpoint = Path(input_dir)
         refuse_damaged(outer.link, accelerator, checkpoint)
         folder[:] = [checkpoint]
-        read[:] = [disk.read_own(outer.link, checkpoint, checked=True)]
+        read[:] = [disk.read_own(outer.link, checkpoint)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
-        result, spent = None, outer.timer()
-        given = args[0] if args else kwargs.get("output_dir")
-        into = Path(given or accelerator.project_dir or ".")
-        home, run, link = _home_of(accelerator, *args, **kwargs), outer.started.get("run", 0), outer.link
-        if link.most_regions == 1 or not run:
-            home = None  # nobody else can save there, or be told apart
-        if home is not None:  # before Accelerate writes anything
+        spent, link, run = outer.timer(), outer.link, outer.started.get("run", 0)
+        given, home = _folders(accelerator, *args, **kwargs)
+        into = given or Path(accelerator.project_dir or ".")
+        if (
+            home is not None and link.most_regions > 1 and run
+        ):  # else nobody else can save there, or be told apart
             mine = partial(folders.claim, home, run, link.region, link.members)
-            main_says(link, accelerator, mine, f"whose folder {home} is")
+            main_says(link, accelerator, mine, f"whose folder {home} is")  # before Accelerate writes anything
+        else:
+            home = None
+        result, project = None, accelerator.project_configuration
+        limit = project.total_limit
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
-            result = save_state(*args, **kwargs)
+            if given is not None:
+                place = main_says(
+                    link, accelerator, partial(beside.place_to_save, given), f"the place of {given}", Path
+                )
+                args, kwargs = (str(place), *args[1:]), {k: v for k, v in kwargs.items() if k != "output_dir"}
+            if (
+                limit is not None
+            ):  # Accelerate deletes old ones before the new one is there, and ends if it cannot
+                project.total_limit = None
+            try:
+                result = save_state(*args, **kwargs)
+            finally:
+                project.total_limit = limit or project.total_limit
             if home is not None and accelerator.is_main_process:
                 folders.forget_earlier(home, run)
             outer.seal(folder[0])
+            if given is not None:
+                main_says(link, accelerator, partial(beside.move_in, given), f"the new files of {given}")
+                result = str(given)
+            if limit and project.automatic_checkpoint_naming and accelerator.is_main_process:
+                folders.rotate_named(folder[0].parent, limit)
             outer.journal.write_later("save", step=outer.inner_step, **spent())
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:
+        given = args[0] if args else kwargs.get("input_dir")
+
         def load() -> None:
+            if given is not None:
+                home = Path(given).expanduser()
+                main_says(outer.link, accelerator, partial(beside.move_in, home), f"the new files of {home}")
             load_state(*args, **kwargs)
-            take_loaded(accelerator)  # this outer optimizer sees to it
             restore_buffers(outer.model, folder[0], outer.link.lane)
 
         in_all(outer.link, load, "what regions load")
@@ -127,11 +148,14 @@ def hook_into_saving(
     return [unwrap, *(hook.remove for hook in hooks)]
 
 
-def _home_of(
+def _folders(
     accelerator: Accelerator, output_dir: str | None = None, *args: Any, **kwargs: Any
-) -> Path | None:
-    """The folder of the region that calls `save_state` with these arguments; None if they name none."""
+) -> tuple[Path | None, Path | None]:
+    """The folder into which `save_state` saves, called with these arguments, None if Accelerate makes a new one; and the folder
+    of the region, None if they name none.
+    """
+    named = None if output_dir is None else Path(output_dir).expanduser()
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        # of all checkpoints: Accelerate makes a new folder in it for each
-        output_dir = accelerator.project_dir
-    return None if output_dir is None else Path(output_dir)
+        project = accelerator.project_dir
+        return None, None if project is None else Path(project)
+    return named, named

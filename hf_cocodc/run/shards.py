@@ -34,7 +34,7 @@ def region_shard(
 
     If regions may join the run (regions.max), the dataset has `max` parts, so that each region that ever takes part has one of
     its own: the part belongs to the number of the region, and a region that comes back goes on with it. Nobody reads the part
-    of a region that is not there; the log, and the journal's `unread` events, say what was not read.
+    of a region that is not there.
 
     Args:
         dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if the number of files is

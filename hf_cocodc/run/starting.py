@@ -22,7 +22,7 @@ from ..link.spreading import gather
 from ..resolve import from_config, guard_of, method_of
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Saved
-from .journal import Journal, Mark
+from .journal import Journal, name_of
 from .session import session_of
 from .supported import home_of
 
@@ -200,15 +200,15 @@ def run_of(link: Link) -> str | None:
     return None if session is None or not link.is_elastic else session.link.run
 
 
-def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> Mark:
-    """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region. A region that
-    comes back to the elastic run `run` appends to its journal.
+def record_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> str:
+    """The name of the record that goes on in a journal from `saved`; empty if a new one begins. A region that comes back to the
+    elastic run `run` goes on with its own.
     """
-    if saved is not None and saved.facts.taken_over and path is not None and run is not None:
-        return Mark.of(path, run)
-    if saved is None or saved.facts.taken_over:
-        return Mark()
-    return Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
+    if saved is None:
+        return ""
+    if not saved.facts.taken_over:
+        return saved.facts.journal
+    return "" if path is None or run is None else name_of(path, run)
 
 
 def versions() -> dict[str, str]:

@@ -1,12 +1,17 @@
 """What we support of a region, as `accelerate launch` has set it up, and of its model."""
 
+import weakref
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..parts.codecs import has_radial, has_rank
 from ..parts.tensors.flat import local_shard
 from ..parts.tensors.memory import HOST, Home
@@ -122,3 +127,34 @@ def _is_replicated(param: nn.Parameter) -> bool:
     assert isinstance(param.data, DTensor)
     sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
     return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def length_of(max_steps: Any) -> int | None:
+    """`max_steps` as a number, or None. Raises InputError if it is no whole number from 1."""
+    if max_steps is None:
+        return None
+    if isinstance(max_steps, bool) or not isinstance(max_steps, Integral) or max_steps < 1:
+        raise InputError(
+            f"max_steps={shown(max_steps)} must be a whole number of inner steps, 1 or more; leave it out if the length of the "
+            "run is not known."
+        )
+    return int(max_steps)
+
+
+_TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that an outer optimizer trains now."""
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Raise InputError if an outer optimizer trains `model` already."""
+    if model in _TRAINED:
+        raise InputError(
+            f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
+            "parameters. End the first one (finish() or close()), or train a model of its own."
+        )
+
+
+def claim(model: nn.Module) -> Callable[[], None]:
+    """Note that an outer optimizer trains `model`, until the returned function is called."""
+    _TRAINED.add(model)
+    return lambda: _TRAINED.discard(model)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +171,8 @@ class OuterConfig(Settings):
         )
         if self.guard is not None:
             object.__setattr__(self, "guard", guard_settings(self.guard))
-        take_number(self, "overlap_steps")
-        take_number(self, "staleness_penalty")
-        take_number(self, "clip_momentum")
+        for name in ("overlap_steps", "staleness_penalty", "clip_momentum", *FOLLOWING):
+            take_number(self, name)
         require(
             self,
             "overlap_steps",
@@ -186,18 +184,25 @@ class OuterConfig(Settings):
         require(self, "top_k", lambda v: 1 <= v <= 4096, "must lie in 1 .. 4096")
         require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
         for name in FOLLOWING:
-            take_number(self, name)
-            value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                object.__setattr__(self, name, float(value))
+            if type(getattr(self, name)) is int:
+                object.__setattr__(self, name, float(getattr(self, name)))
+        above_0 = lambda v: v != 0 and _is_in(v, 0)  # noqa: E731
+        require(self, "outer_lr", lambda v: v == AUTO or above_0(v), "must be positive, or auto")
         require(
-            self, "outer_lr", lambda v: _is_in(v, lambda lr: 0 < lr < math.inf), "must be positive, or auto"
+            self, "outer_momentum", lambda v: v == AUTO or _is_in(v, 0, 1), "must lie in [0, 1), or be auto"
         )
         require(
             self,
-            "outer_momentum",
-            lambda v: _is_in(v, lambda mu: 0 <= mu < 1),
-            "must lie in [0, 1), or be auto",
+            "staleness_penalty",
+            lambda v: v in ("gap", "none") or _is_in(v, 1),
+            "must be gap, none, or a number of at least 1",
+        )
+        require(
+            self,
+            "clip_momentum",
+            lambda v: v == "none" or above_0(v),
+            "must be none, or a positive number of rounds: 1 lets the momentum move a weight by at most sync_interval inner "
+            "learning rates",
         )
         require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
         require(self, "weights", lambda v: v in WEIGHTS, f"must be one of {', '.join(WEIGHTS)}")
@@ -220,9 +225,9 @@ def _is_method(given: Any) -> bool:
     )
 
 
-def _is_in(value: float | str, holds: Callable[[float], bool]) -> bool:
-    """Whether a value is auto, or a number for which `holds` is true."""
-    return value == AUTO or (isinstance(value, float) and holds(value))
+def _is_in(value: Any, least: float, below: float = math.inf) -> bool:
+    """Whether a value is a number from `least`, and below `below`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < below
 
 
 def _options(given: Any) -> dict[str, Any]:
@@ -232,12 +237,7 @@ def _options(given: Any) -> dict[str, Any]:
     >>> _options("k=32, decay=0.9")
     {'k': 32, 'decay': 0.9}
     """
-    options = given
-    if isinstance(given, str):
-        options = {
-            name.strip(): _number(value)
-            for name, _, value in (each.partition("=") for each in given.split(","))
-        }
+    options = _pairs(given)
     if not isinstance(options, dict) or not all(
         isinstance(name, str) and name.isidentifier() for name in options
     ):
@@ -254,11 +254,19 @@ def _options(given: Any) -> dict[str, Any]:
     return dict(options)
 
 
-def _number(text: str) -> Any:
+def _pairs(given: Any) -> Any:
+    """A mapping that is given as text (k=32,decay=0.9); anything else as it is."""
+    if not isinstance(given, str):
+        return given
+    pairs = (each.partition("=") for each in given.split(","))
+    return {name.strip(): _value(text.strip()) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    return {"true": True, "false": False}.get(text.strip().lower(), text.strip())
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def guard_settings(given: Any) -> dict[str, float] | str:
@@ -269,9 +277,7 @@ def guard_settings(given: Any) -> dict[str, float] | str:
     """
     if given == "none":
         return "none"
-    limits = given
-    if isinstance(given, str):
-        limits = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
+    limits = _pairs(given)
     if not isinstance(limits, dict):
         raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 3, drop: 6, history: 16}}.")
     guard: dict[str, float] = {name: float(value) for name, value in GUARD.items()}

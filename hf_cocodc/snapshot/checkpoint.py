@@ -8,23 +8,23 @@
         cocodc/local-lane0.safetensors    this region's local weights (see `local_weights`)
         cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
-        global/                       the files of the global model once more (see `export`)
 
-`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. We read no
-pickle.
+`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. None of our
+files is a pickle.
 """
 
 import contextlib
 import json
 import logging
-import math
+import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -33,36 +33,26 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..link.base import Link
 from ..link.ranks import SharedLink
-from ..net.validation import MOST
+from ..net.validation import Count, Positive
 from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from ..parts.tensors.memory import HOST
 from . import manifest
 from .durable import replace, saving
-from .folders import begin_run, is_unsaved, run_of
-from .manifest import COMPLETE, FOLDER, FORMAT, damage
+from .folders import begin_run, run_of
+from .manifest import COMPLETE, FOLDER, FORMAT
 
 logger = logging.getLogger(__name__)
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"
+"""In format 2, a number that is not finite."""
 _DEEPEST = 64
 """Most levels of a state."""
 
-TAKEN_OVER = "joining"
-"""Name of `Facts.taken_over` in the file."""
 _OF_DAMAGE = (
-    *(
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RecursionError,
-        SafetensorError,
-        TypeError,
-    ),
-    ValueError,
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError),
+    *(RuntimeError, SafetensorError, TypeError, ValueError, pickle.UnpicklingError),
 )
 
 
@@ -104,8 +94,6 @@ def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[in
         return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_take_apart(each, _join(name, i), tensors, seen) for i, each in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}
     return value
 
 
@@ -121,26 +109,25 @@ class Facts:
         step: inner steps made.
         region: the one that wrote it.
         settings: of the method.
-        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
+        journal: name of the run's record in the journal; empty in checkpoints of older versions.
         taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
         model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
         members: the regions that took part then; empty in checkpoints of older versions, where all did.
     """
 
-    step: int
-    region: int
-    num_regions: int
-    num_lanes: int
+    step: Count
+    region: Count
+    num_regions: Positive
+    num_lanes: Positive
     settings: dict[str, Any]
     finished: bool
-    journal: int
+    journal: str = ""
     taken_over: bool = False
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    journal_sha256: str = ""
-    members: Sequence[int] = ()
+    members: tuple[Count, ...] = ()
 
     @property
     def writers(self) -> Sequence[int]:
@@ -150,48 +137,13 @@ class Facts:
     @classmethod
     def of(cls, link: Link, **more: Any) -> "Facts":
         """The facts that a link knows, and more."""
-        members = list(link.members)
         return cls(
-            region=link.region, num_regions=len(members), members=members, num_lanes=link.num_lanes, **more
+            region=link.region,
+            num_regions=len(link.members),
+            members=tuple(link.members),
+            num_lanes=link.num_lanes,
+            **more,
         )
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Facts":
-        """Raises KeyError if a fact is missing that every version writes, ValueError if a value cannot be that fact."""
-        named = {**content, "taken_over": content.get(TAKEN_OVER, False)}
-        always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        facts = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
-        for name, value in facts.items():
-            if not _IS[name](value):
-                raise ValueError(f"{name}={str(value)[:80]} is no such fact of a run")
-        return cls(**facts)
-
-    def to_json(self) -> dict[str, Any]:
-        named = asdict(self)
-        return {**{name: named[name] for name in named if name != "taken_over"}, TAKEN_OVER: self.taken_over}
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_IS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "region", "journal"), _is_count),
-    **dict.fromkeys(("num_regions", "num_lanes"), lambda value: _is_count(value) and value > 0),
-    **dict.fromkeys(("settings", "model", "facts"), _is_dict),
-    **dict.fromkeys(("finished", "taken_over", "stopping"), _is_bool),
-    "journal_sha256": lambda value: isinstance(value, str),
-    "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
-}
-"""What holds for the value of each fact."""
 
 
 class Saved(NamedTuple):
@@ -233,47 +185,32 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
         replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
-        content = {"format": FORMAT, **saved.facts.to_json(), "weights": dict(saved.weights), "state": tree}
-        text = json.dumps(content, indent=1, allow_nan=False)
+        content = {"format": FORMAT, **asdict(saved.facts), "weights": dict(saved.weights), "state": tree}
+        text = json.dumps(content, indent=1)
         replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def seal(checkpoint: Path) -> None:
     """Complete a checkpoint: flush its files, and list them with their hashes. Raises CheckpointError if the disk refuses."""
-    folder = checkpoint.parent
     with saving(checkpoint):
-        manifest.write(checkpoint, run_of(folder))
-    if is_unsaved(folder):
-        begin_run(folder, run_of(folder))
+        manifest.write(checkpoint, run_of(checkpoint.parent))
 
 
-def read_own(link: Link, checkpoint: Path, checked: bool = False) -> Saved:
+def read_own(link: Link, checkpoint: Path) -> Saved:
     """What this rank needs of a checkpoint: the state of its lane, without values if it has no engine. See `read`."""
     has_engine = not isinstance(link, SharedLink) or link.is_leader
-    return read(checkpoint, link.lane, checked, with_values=has_engine)
+    return read(checkpoint, link.lane, with_values=has_engine)
 
 
-def read(checkpoint: Path, lane: int = 0, checked: bool = False, with_values: bool = True) -> Saved:
-    """The engine's state and the facts of its run. With `checked`, the caller has compared the hashes, and this is not
-    repeated.
-
-    Args:
-        with_values: else all tensors are empty.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
+def read(checkpoint: Path, lane: int = 0, with_values: bool = True) -> Saved:
+    """The engine's state and the facts of its run, from a checkpoint of which `damage` has found none. Raises CheckpointError if
+    it holds no such state, or none of this lane. Without `with_values` all tensors are empty.
     """
-    wrong = damage(checkpoint, hashes=not checked)
-    if wrong is not None:
+    if not (checkpoint / state_file(lane)).is_file():
         raise CheckpointError(
-            f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
+            f"{checkpoint} has no {state_file(lane)}: a region with fewer ranks wrote it. Launch the region with as many ranks "
+            "as then."
         )
-    listed = manifest.read(checkpoint).files
-    for name in (state_file(lane), tensors_file(lane)):
-        if name not in listed:
-            raise CheckpointError(
-                f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
-            )
     with refusing(checkpoint / FOLDER):
         content = _content_of(checkpoint, lane)
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
@@ -284,14 +221,15 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False, with_values: bo
             }
         state = put_together(content["state"], tensors)
         names_in(state["layout"])
-        return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))
+        weights = msgspec.convert(content.get("weights", {}), dict[str, str])
+        return Saved(state, msgspec.convert(content, Facts), weights)
 
 
 def mark_taken_over(checkpoint: Path) -> None:
     """Note in a copied checkpoint that it is another region's."""
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**content, "weights": {}, TAKEN_OVER: True}), encoding="utf-8")
+        path.write_text(json.dumps({**content, "weights": {}, "taken_over": True}), encoding="utf-8")
 
 
 def trained(checkpoint: Path) -> frozenset[str]:
@@ -303,11 +241,14 @@ def trained(checkpoint: Path) -> frozenset[str]:
 def facts_of(checkpoint: Path) -> Facts:
     """The facts of a complete checkpoint, without reading its tensors. Raises CheckpointError if it is damaged."""
     with refusing(checkpoint / state_file()):
-        return Facts.from_json(_content_of(checkpoint))
+        return msgspec.convert(_content_of(checkpoint), Facts)
 
 
 def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
-    return json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    if type(content.get("journal")) is int:  # format 2 counted its bytes
+        del content["journal"]
+    return {"taken_over": content.get("joining", False), **content}  # its name in format 2
 
 
 @contextlib.contextmanager

@@ -9,26 +9,27 @@ import hashlib
 import json
 import logging
 import math
-import re
 import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+from msgspec import Meta
 from torch import nn
 
 from ..errors import LinkError
 from ..link.log import Log, to_plain
 from ..net.pairs import STREAMS, Stream
-from ..net.validation import whole
+from ..net.validation import Count
 from ..threads import NativeThread
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
-from .files import TREES, files_in, write_tree
+from .files import files_in, write_state
 from .frames import CHUNK, Frames
 
 logger = logging.getLogger(__name__)
@@ -62,17 +63,14 @@ class Inner(NamedTuple):
 class Offer(NamedTuple):
     """How a newcomer gets its base: the number of the stream, a token that no other stream has, and the base's inner step."""
 
-    number: int
-    token: str
-    step: int
+    number: Annotated[int, Meta(ge=STREAMS[0], le=STREAMS[1])]
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    step: Count
 
 
 def offered(content: Mapping[str, Any]) -> Offer:
     """The offer in a member's message. Raises KeyError or ValueError if it is none."""
-    token = content["token"]
-    if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
-        raise ValueError("it has no token")
-    return Offer(whole(content["number"], *STREAMS), token, whole(content["step"]))
+    return msgspec.convert([content[name] for name in Offer._fields], Offer)
 
 
 def write_base(
@@ -80,19 +78,18 @@ def write_base(
 ) -> None:
     """Write a base into `folder`, whose old content is deleted. Of `model`, which is unwrapped, only what is not trained is
     written: a newcomer starts from the global params. For `started` see `STARTED`. Raises CheckpointError if the disk refuses,
-    or if a state cannot be written without a pickle.
+    or another region could not load a state.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with disk.saving(folder):
         (folder / disk.FOLDER).mkdir(parents=True)
-        (folder / TREES).mkdir()
         disk.write(folder, saved, lane)
         kept = local_weights.kept(model, saved.synchronized)
         rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronized}
         unsaved = local_weights.unsaved_buffers(model)
         local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
         for name, state in inner.states.items():
-            write_tree(state, folder / TREES / name)
+            write_state(state, folder / name)
         (folder / STARTED).write_text(json.dumps(started), encoding="utf-8")
         inner.files(folder)
 

@@ -87,10 +87,7 @@ def sha256(path: Path) -> str:
 
 
 def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file; hard links are read once. Up to four threads share the files, each at about a second per GB."""
-    known = [(path.stat().st_dev, path.stat().st_ino) for path in paths]
-    files = dict(zip(known, paths, strict=True))
+    """The SHA-256 of each file. Up to four threads share the files, each at about a second per GB."""
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-hash") as pool:
-        hashes = dict(zip(files, pool.map(sha256, files.values()), strict=True))
-    return [hashes[file] for file in known]
+        return list(pool.map(sha256, paths))

@@ -1,48 +1,47 @@
 """A snapshot as files that travel: which ones, under which names, and how a region takes over another's checkpoint.
 
-Only files with known names travel, as JSON, text or safetensors, never as a pickle. Trainer's own pickles (inner optimizer,
-scheduler, scaler) are taken apart before, and written anew by the region that takes over.
+Only files with known names travel: JSON, text, safetensors, and the states of inner optimizers, schedulers and scalers as
+`torch.save` writes them. Only `torch.load` with `weights_only=True` reads these; it runs no code of theirs.
 """
 
 import json
 import logging
+import pickle
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from ..errors import CheckpointError, LinkError
+from ..errors import CheckpointError, LinkError, reason
 from ..link.base import Link
 from ..link.spreading import spread
-from ..net.validation import whole
 from . import checkpoint as disk
 from . import folders, local_weights, manifest
-from .checkpoint import put_together, take_apart
-from .export import put_beside
 
 logger = logging.getLogger(__name__)
 
-TREES = "trees"
-"""Folder for states that were taken apart, while they travel."""
-_STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
-"""States that Trainer and Accelerate pickle; a folder is sharded."""
-_ITEMS = "$items"
+_STATES = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)")
+"""States that Trainer and Accelerate save, and load with `weights_only=True`."""
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
-    rf"trainer_state\.json|{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
-    rf"|{TREES}/({_STATE})\.(json|safetensors)|{disk.FOLDER}/local-lane\d+\.safetensors"
-    rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
+    rf"{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/(global|local)-lane\d+\.safetensors"
+    rf"|{_STATES.pattern}|{disk.FOLDER}/optimizer_\d+\.pt"
+    rf"|(?!{disk.FOLDER}/)({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )
-"""Names of the files that may reach another region."""
-_LARGEST_FILE = 1 << 50
-_LONGEST_NAME = 500
+"""Names of the files that may reach another region: ours, states, the global model's and Trainer's state. A sharded optimizer, a
+folder that has a pickle of another kind, travels as one file.
+"""
+_Sizes = dict[Annotated[str, Meta(max_length=500)], Annotated[int, Meta(ge=0, le=1 << 50)]]
+"""Bytes of files by their names."""
 
 _CHUNK_BYTES = 1 << 26
 
@@ -52,11 +51,11 @@ def check_files(sizes: Any, source: int) -> dict[str, int]:
     if no checkpoint has a file of such a name.
     """
     try:
-        checked = {name: whole(size, most=_LARGEST_FILE) for name, size in sizes.items()}
-    except (AttributeError, ValueError) as error:
+        checked = msgspec.convert(sizes, _Sizes)
+    except msgspec.ValidationError as error:
         raise LinkError(f"region {source} does not say which files it sends ({error}).") from error
     for name in checked:
-        if len(name) > _LONGEST_NAME or not _KNOWN.fullmatch(name):
+        if not _KNOWN.fullmatch(name):
             raise CheckpointError(
                 f"region {source} sends a file named {name[:200]!r} with its checkpoint, which no checkpoint has: it is not "
                 "written. Do all regions have the same version of hf_cocodc?"
@@ -64,59 +63,63 @@ def check_files(sizes: Any, source: int) -> dict[str, int]:
     return checked
 
 
-def files_in(*folders: Path) -> dict[str, Path]:
-    """The files below these folders that may travel, by their names in a checkpoint."""
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder that may travel, by their names in a checkpoint."""
     paths = {
-        path.relative_to(folder).as_posix(): path
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     return {name: path for name, path in paths.items() if _KNOWN.fullmatch(name)}
 
 
 @contextmanager
 def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
-    """The files from which another region can continue: no random numbers, pickles taken apart, and of the local weights only
-    what is not trained (buffers and frozen weights).
+    """The files from which another region can continue: no random numbers, and of the local weights only what is not trained
+    (buffers and frozen weights).
     """
     aside = checkpoint.with_name(f"{checkpoint.name}.sent")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with disk.saving(aside):
-            (aside / TREES).mkdir(parents=True)
-            for state in checkpoint.iterdir():
-                if re.fullmatch(_STATE, state.name):
-                    _take_apart(state, aside / TREES / state.name)
-            (aside / disk.FOLDER).mkdir()
+            (aside / disk.FOLDER).mkdir(parents=True)
+            for state in checkpoint.glob("optimizer_*"):
+                if state.is_dir():
+                    dcp_to_torch_save(state, aside / disk.FOLDER / f"{state.name}.pt")
             for path in checkpoint.glob(local_weights.weights_file("*")):
                 _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
-        yield files_in(checkpoint, aside)
+        listed = manifest.read(checkpoint).files  # what a user has added stays
+        own = {name: path for name, path in files_in(checkpoint).items() if name in listed}
+        yield own | files_in(aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def make_own(checkpoint: Path) -> None:
     """Turn received files into a checkpoint, to start from its global weights. Raises CheckpointError if they are none."""
-    trees = checkpoint / TREES
-    put_beside(checkpoint)
-    for path in trees.glob("*.json"):
-        with disk.refusing(path):
-            _put_together(path.with_suffix(""), checkpoint / path.stem)
-    shutil.rmtree(trees, ignore_errors=True)
-    with disk.refusing(checkpoint / disk.FOLDER):
+    with disk.refusing(checkpoint):
+        for path in checkpoint.iterdir():
+            if _STATES.fullmatch(path.name):
+                check_state(path)
+        for path in (checkpoint / disk.FOLDER).glob("optimizer_*.pt"):
+            # that function reads whatever a pickle holds: it gets one of ours
+            torch.save(torch.load(path, map_location="cpu", weights_only=True), path)
+            torch_save_to_dcp(path, checkpoint / path.stem)
+            path.unlink()
         disk.mark_taken_over(checkpoint)
 
 
-def write_tree(state: Any, to: Path) -> None:
-    """Write a state of tensors, numbers and text as `to`.json and `to`.safetensors. Raises CheckpointError if it is none."""
+def check_state(path: Path) -> None:
+    """Read a state as Trainer will. Raises what `torch.load` raises if it holds anything but tensors, numbers and text."""
+    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """Write the state of an inner optimizer, scheduler or scaler. Raises CheckpointError if another region could not load it."""
     try:
-        tree, tensors = take_apart(_with_items(state))
-        Path(f"{to}.json").write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
-        save_file(tensors, f"{to}.safetensors")
-    except (RuntimeError, TypeError, ValueError) as error:
+        torch.save(state, path)
+        check_state(path)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{to.name} cannot be sent to another region: {error}. Copy the checkpoint by hand, or resume without that region."
+            f"{path.name} cannot be sent to another region: {reason(error)}. Stop all regions, and resume them together."
         ) from error
 
 
@@ -127,57 +130,11 @@ def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:
         save_file(kept, to, file.metadata())
 
 
-def _take_apart(state: Path, to: Path) -> None:
-    """Write a pickled state as JSON and safetensors; only tensors, numbers and words are unpickled."""
-    pickled = state
-    if state.is_dir():
-        pickled = to.with_name(f"{to.name}.pickle")
-        wrong = manifest.wrong_in(state.parent, state.name)  # it holds a pickle
-        if wrong is not None:
-            raise CheckpointError(f"{state} is not opened: {wrong}.")
-        dcp_to_torch_save(state, pickled)
-    content = torch.load(pickled, map_location="cpu", weights_only=True)
-    if state.is_dir():
-        pickled.unlink()
-    write_tree(content, to)
-
-
-def _put_together(tree: Path, state: Path) -> None:
-    """Turn what `write_tree` wrote into the file that Trainer expects."""
-    content = json.loads(Path(f"{tree}.json").read_text(encoding="utf-8"))
-    _pickle(_without_items(put_together(content, load_file(f"{tree}.safetensors"))), state)
-
-
-def _pickle(content: Any, path: Path) -> None:
-    if path.suffix:
-        torch.save(content, path)
-        return
-    whole = path.with_name(f"{path.name}.pickle")
-    torch.save(content, whole)
-    torch_save_to_dcp(whole, path)
-    whole.unlink()
-
-
-def _with_items(value: Any) -> Any:
-    """Turn dicts with keys other than text, which JSON does not know, into lists of pairs."""
-    if isinstance(value, dict):
-        pairs = [[key, _with_items(each)] for key, each in value.items()]
-        return dict(pairs) if all(isinstance(key, str) for key in value) else {_ITEMS: pairs}
-    return [_with_items(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _without_items(value: Any) -> Any:
-    if isinstance(value, dict):
-        pairs = value.get(_ITEMS, value.items())
-        return {key: _without_items(each) for key, each in pairs}
-    return [_without_items(each) for each in value] if isinstance(value, list) else value
-
-
 def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) -> None:
     """Send a checkpoint from the first region that has it to those that do not; a collective call of the leaders.
 
     Raises:
-        CheckpointError: the global model has changed, a file cannot be sent or has an unknown name, or the disk refuses.
+        CheckpointError: a file cannot be sent or has an unknown name, or the disk refuses.
     """
     source = min(holders)
     lacking = link.region not in holders
@@ -188,11 +145,6 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
         )
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     if link.region == source:
-        wrong = manifest.damage_of_export(checkpoint)
-        if wrong is not None:
-            raise CheckpointError(
-                f"no region can take over {checkpoint}: {wrong}. Restore it, or move the checkpoint away to use an older one."
-            )
         with files_to_send(checkpoint) as files:
             _travel(link, source, files, None)
         return

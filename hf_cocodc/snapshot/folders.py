@@ -1,18 +1,16 @@
-"""A region's folder of checkpoints: whose it is, which run writes there, and the links beside it.
+"""A region's folder of checkpoints: whose it is, and which run writes there.
 
 A file in the folder names the region that saves there, because two regions would overwrite each other. The name of that file
 has the number of the run, so that only one region of a run can make it.
 
-`output_dir/checkpoint-N` links to `output_dir/region-R/checkpoint-N`: Transformers' `get_last_checkpoint(output_dir)` finds the
-newest of these links. Regions on one disk share them: each makes those that are missing, and removes those to its own folder
-that no longer lead to a complete checkpoint.
+`output_dir/checkpoint-N` links to `output_dir/region-R/checkpoint-N`, so that Transformers' `get_last_checkpoint(output_dir)`
+finds it. Regions on one disk share these links.
 """
 
 import contextlib
 import logging
 import os
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Collection
@@ -21,55 +19,44 @@ from pathlib import Path
 from ..errors import CheckpointError
 from . import manifest
 from .durable import replace, saving
-from .manifest import COMPLETE, FOLDER
+from .manifest import FOLDER
 
 logger = logging.getLogger(__name__)
 
 RUN = f"{FOLDER}/run"
 """In a folder of checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
-_UNSAVED = "unsaved"
-"""Word after the number while a run that began from step 0 has no complete checkpoint in the folder."""
+SAVED = f"{FOLDER}/saved"
+"""File in a region's folder: the run whose final model lies there, and that model's inner step."""
 PREFIX = "checkpoint-"
-_REGION = re.compile(r"region-\d+")
-_SAVED_BY = "saved-by-"
+_NAMED = re.compile(r"checkpoint_\d+")
+SAVED_BY = "saved-by-"
+_DELETED = ".deleted"
 _WRITE_S = 1.0
 """Seconds that another region may take to write into a file that it has just made."""
 
 
 def run_of(folder: Path) -> int:
     """The number of the run that writes to a folder; 0 if there is none. Raises CheckpointError if its file is damaged."""
-    return _run(folder)[0]
-
-
-def is_unsaved(folder: Path) -> bool:
-    """Whether the run that writes to a folder began there at step 0, without a complete checkpoint. Raises like `run_of`."""
-    return _run(folder)[1]
-
-
-def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
-    """From now on checkpoints in `folder` belong to `run`; those of an earlier run stay, but are not continued from. Raises
-    CheckpointError if the disk refuses.
-    """
-    text = f"{run} {_UNSAVED}" if unsaved else f"{run}"
-    with saving(folder):
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        replace(folder / RUN, lambda path: path.write_text(f"{text} {_check(text)}", encoding="ascii"))
-
-
-def _run(folder: Path) -> tuple[int, bool]:
-    """The number of the run that writes to a folder, and whether it is unsaved there."""
     path = folder / RUN
     if not path.exists():
-        return 0, False
+        return 0
     with contextlib.suppress(OSError, ValueError):
         content, _, check = path.read_text(encoding="ascii").rpartition(" ")
-        number, *word = content.split(" ")
-        if check == _check(content) and word in ([], [_UNSAVED]):
-            return int(number), bool(word)
+        if check == _check(content):
+            return int(content)
     raise CheckpointError(
         f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "
         "region of the run, or give the path of a checkpoint to resume from."
     )
+
+
+def begin_run(folder: Path, run: int) -> None:
+    """From now on checkpoints in `folder` belong to `run`; those of an earlier run stay, but are not continued from. Raises
+    CheckpointError if the disk refuses.
+    """
+    with saving(folder):
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        replace(folder / RUN, lambda path: path.write_text(f"{run} {_check(str(run))}", encoding="ascii"))
 
 
 def _check(text: str) -> str:
@@ -77,21 +64,21 @@ def _check(text: str) -> str:
 
 
 def point(folder: Path) -> None:
-    """Update the links beside `folder` to the complete checkpoints of its run, if its name is region-R."""
-    if not _REGION.fullmatch(folder.name):
-        return
-    good = {path.name for path in checkpoints(folder).values() if unusable(path, hashes=False) is None}
+    """Link the complete checkpoints of the run that writes to a region's folder beside it, and remove other links to there."""
+    good = {path.name for path in checkpoints(folder).values() if unusable(path) is None}
     try:
-        for name in good:
-            link = folder.parent / name
-            if not link.exists():
-                half = folder.parent / f".{name}.{folder.name}"
-                half.unlink(missing_ok=True)
-                half.symlink_to(Path(folder.name) / name, target_is_directory=True)
-                os.replace(half, link)
         for link in folder.parent.glob(f"{PREFIX}*"):
-            if link.name not in good and target(link) == folder.name:
+            if (
+                link.name not in good
+                and link.is_symlink()
+                and os.readlink(link) == f"{folder.name}/{link.name}"
+            ):
                 link.unlink(missing_ok=True)
+        for link in (folder.parent / name for name in good):
+            if not link.exists():
+                link.unlink(missing_ok=True)
+                with contextlib.suppress(FileExistsError):  # another region's, which is as good
+                    link.symlink_to(f"{folder.name}/{link.name}", target_is_directory=True)
     except OSError as error:
         logger.warning(
             "no link to the checkpoints in %s can be made in %s (%s): get_last_checkpoint does not find them there. Resume with "
@@ -100,31 +87,11 @@ def point(folder: Path) -> None:
         )
 
 
-def target(path: Path) -> str | None:
-    """Name of the region's folder to which a link of ours points; None if `path` is something else."""
-    if not path.is_symlink():
-        return None
-    home, name = os.path.split(os.readlink(path))
-    return home if name == path.name and _REGION.fullmatch(home) else None
-
-
-def is_pointer(path: Path, folder: Path) -> bool:
-    """Whether a path is one of the links beside a region's folder, or has the place of one: it is missing, or a copy of the
-    output folder has a copied checkpoint there.
-    """
-    known = re.fullmatch(rf"{PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
-    beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
-    if not known or not beside:
-        return False
-    copied = manifest.is_sealed(path) and any(path.parent.glob(f"region-*/{path.name}"))
-    return target(path) is not None or copied or not os.path.lexists(path)
-
-
 def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None:
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
     `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
+    path = folder / FOLDER / f"{SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -146,9 +113,9 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
 
 def forget_earlier(folder: Path, run: int) -> None:
     """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{_SAVED_BY}*"):
-        if path.name != f"{_SAVED_BY}{run:x}":
-            path.unlink(missing_ok=True)
+    for path in (folder / FOLDER).glob(f"{SAVED_BY}*"):
+        if path.name != f"{SAVED_BY}{run:x}":
+            tidy_up([path])
 
 
 def _region_in(path: Path) -> int | None:
@@ -160,11 +127,13 @@ def _region_in(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
-    """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint; None if it can."""
+def unusable(checkpoint: Path, run: int | None = None) -> str | None:
+    """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint, by its list alone; None if it
+    can.
+    """
     if is_of_another_run(checkpoint, run):
         return "it is of an earlier run in this folder; give its path to continue that run"
-    return manifest.damage(checkpoint, hashes)
+    return manifest.unreadable(checkpoint)
 
 
 def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
@@ -197,8 +166,17 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     by_step = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
-    for step in old[: max(surplus, 0)]:
-        _remove(by_step[step])
+    discard([by_step[step] for step in old[: max(surplus, 0)]], folder)
+
+
+def rotate_named(folder: Path, limit: int) -> None:
+    """Delete the oldest of the checkpoints that Accelerate has named in a folder (`checkpoint_N`), until `limit` are left."""
+    names = {
+        int(path.name.partition("_")[2]): path
+        for path in folder.glob("checkpoint_*")
+        if _NAMED.fullmatch(path.name)
+    }
+    discard([names[number] for number in sorted(names)[:-limit]], folder)
 
 
 def make_room(checkpoint: Path, run: int | None = None) -> None:
@@ -206,7 +184,7 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
     because a user may have put files into it; what a killed process left is deleted.
     """
     if not manifest.is_sealed(checkpoint):
-        _remove(checkpoint)
+        discard([checkpoint], checkpoint.parent)
         return
     other = is_of_another_run(checkpoint, run)
     name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
@@ -220,11 +198,38 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
     checkpoint.rename(aside)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, if there is one; a half deleted one is not complete."""
-    (checkpoint / COMPLETE).unlink(missing_ok=True)
-    if checkpoint.is_dir():
-        shutil.rmtree(checkpoint)
+def discard(checkpoints: Collection[Path], folder: Path) -> None:
+    """Delete checkpoints of a folder, and what earlier calls could not delete there. A run goes on whatever the disk says: a file
+    may be open elsewhere (NFS, an upload). It is tried again with the next checkpoint.
+    """
+    for checkpoint in checkpoints:
+        aside, number = checkpoint.with_name(f".{checkpoint.name}{_DELETED}"), 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = checkpoint.with_name(f".{checkpoint.name}{_DELETED}-{number}")
+        try:
+            checkpoint.rename(aside)  # none that is half deleted has a checkpoint's name
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning(
+                "%s cannot be deleted (%s): it stays until the next checkpoint.", checkpoint, error
+            )
+    for aside in folder.glob(f".*{_DELETED}*"):
+        inside = sorted(aside.rglob("*"), key=lambda path: len(path.parts), reverse=True)
+        tidy_up([*inside, aside])
+
+
+def tidy_up(paths: Collection[Path]) -> None:
+    """Delete files, and folders that are empty by then; a warning names the first one that cannot be deleted."""
+    failed: tuple[Path, OSError] | None = None
+    for path in paths:
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            failed = failed or (path, error)
+    if failed is not None:
+        logger.warning("%s cannot be deleted (%s): it is tried again with the next checkpoint.", *failed)
 
 
 def _writer(checkpoint: Path) -> int | None:
@@ -232,3 +237,25 @@ def _writer(checkpoint: Path) -> int | None:
     with contextlib.suppress(ValueError):
         return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
     return None
+
+
+def note_saved(folder: Path, step: int) -> None:
+    """Note that the run has saved its final model in a region's folder. Raises CheckpointError if the disk refuses."""
+    with saving(folder):
+        replace(folder / SAVED, lambda path: path.write_text(f"{run_of(folder)} {step}", encoding="ascii"))
+
+
+def is_saved(folder: Path, step: int) -> bool:
+    """Whether a finished run's folder has its model: `note_saved` says so, and every weight file has its size. A model of an
+    earlier run may lie there too, or one that this run saved before it went on.
+    """
+    checkpoint = folder / f"{PREFIX}{step}"
+    if manifest.unreadable(checkpoint) is not None:
+        return False
+    noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
+    if noted != f"{run_of(folder)} {step}".encode():
+        return False
+    sizes = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
+    return bool(sizes) and all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items()
+    )

@@ -1,34 +1,41 @@
-"""What a donor and a newcomer send on a stream: JSON objects, and bytes that such an object announces. Never a pickle."""
+"""What a donor and a newcomer send on a stream: JSON objects, and bytes that such an object announces."""
 
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from ..errors import LinkError
 from ..net.connection import ConnectionLost, Operation
 from ..net.keys import Cipher
 from ..net.pairs import Stream
-from ..net.validation import whole
 from .checkpoint import put_together, take_apart
 
 CHUNK = 1 << 17
 """Most bytes of a message other than an object: on a slow link it must come long before the other end gives up."""
 _LONGEST = 1 << 22
 """Bytes of the longest message."""
-_MOST_TENSORS = 1024
-"""Tensors of one value."""
-_MOST_DIMS = 8
-_LONGEST_DIM = 1 << 48
 _POLL_S = 0.5
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 } | {"int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}
+
+
+class _Part(NamedTuple):
+    """A tensor of a value."""
+
+    dtype: str
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 48)]], Meta(max_length=8)]
+
+
+_Parts = Annotated[dict[str, _Part], Meta(max_length=1024)]
 
 
 class Frames:
@@ -100,28 +107,25 @@ class Frames:
     def receive_tree(self, announced: dict[str, Any], limit: int) -> Any:
         """The value that `send_tree` announced; its tensors have at most `limit` bytes."""
         try:
-            if len(announced["tensors"]) > _MOST_TENSORS:
-                raise ValueError(f"it has {len(announced['tensors'])} tensors")
-            shapes = {
-                str(name): (_DTYPES[dtype], _shape(shape))
-                for name, (dtype, shape) in announced["tensors"].items()
-            }
-            tree = announced["tree"]
+            parts = msgspec.convert(announced["tensors"], _Parts)
             tensors: dict[str, Tensor] = {}
-            for name, (dtype, shape) in shapes.items():
-                size = dtype.itemsize
-                for length in shape:
-                    size *= length
+            for name, part in parts.items():
+                dtype = _DTYPES[part.dtype]
+                size = dtype.itemsize * math.prod(part.shape)
                 if size > limit:
                     raise ValueError(f"a tensor has {size} bytes, more than the {limit} that may come")
                 limit -= size
                 content = bytearray()
                 for chunk in self.receive_bytes(size):
                     content += chunk
-                flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-                tensors[name] = flat.view(shape)
-            return put_together(tree, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                flat = (
+                    torch.frombuffer(content, dtype=dtype)
+                    if size
+                    else torch.empty(0, dtype=dtype, device="cpu")
+                )
+                tensors[name] = flat.view(part.shape)
+            return put_together(announced["tree"], tensors)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise LinkError(f"the other end sent what is no value of ours ({repr(error)[:200]}).") from error
 
     def drain(self, timeout_s: float) -> None:
@@ -144,7 +148,7 @@ class Frames:
 
     def _receive(self) -> bytes:
         overhead = 0 if self._ciphers is None else Cipher.overhead
-        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=_LONGEST + overhead)
+        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), most=_LONGEST + overhead)
         self._wait(self._connection.receive, operation, self._patience_s)
         data = operation.memory.numpy().tobytes()
         about = self._about(self._num_received)
@@ -171,9 +175,3 @@ class Frames:
                     raise LinkError(f"the other end has sent nothing for {waited_s:.1f} s.")
         except ConnectionLost as error:
             raise LinkError(f"{error}.") from error
-
-
-def _shape(lengths: Any) -> tuple[int, ...]:
-    if not isinstance(lengths, list) or len(lengths) > _MOST_DIMS:
-        raise ValueError(f"{str(lengths)[:80]} is no shape")
-    return tuple(whole(length, most=_LONGEST_DIM) for length in lengths)

@@ -1,9 +1,8 @@
 """The last file of a checkpoint: the list of all others, with their sizes and hashes. It shows what is missing or has changed.
 
-Every file is hashed when the checkpoint is saved, and hashed again before a resume loads anything of it: local weights, inner
-optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB and thread
-(`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before another region
-takes it over. Users may edit cards, and add files that no resume reads.
+Every file is hashed when the checkpoint is saved, and hashed again before a resume loads anything of it. Each time costs about a
+second per GB and thread (`durable.sha256_of_all`), during which the region does not train. Users may edit cards, and add files
+that no resume reads.
 
 A checkpoint without this list was interrupted while it was saved, and is never read.
 """
@@ -13,16 +12,19 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
+
+from ..net.validation import Count
 from .durable import replace, sha256_of_all, sync
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when earlier versions would misread the files."""
+_OLDEST = 2
+"""The oldest format that this version reads."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
-EXPORT = "global"
-"""Folder in a checkpoint that has the files of the global model once more."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
@@ -37,23 +39,19 @@ _FOLDERS = re.compile(rf"{FOLDER}|default|pytorch_model_fsdp(_\d+)?|optimizer_\d
 """Folders that we, PEFT, Trainer or Accelerate load from. Further adapters have folders of their names."""
 
 
-class File(NamedTuple):
+class File(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
     """A file on the list: its bytes, and the SHA-256 of its content."""
 
-    size: int
+    size: Count
     sha256: str
 
 
-class Manifest(NamedTuple):
+class Manifest(msgspec.Struct, frozen=True):
     """The list of a checkpoint's files, by name; `format` is their version, `run` the run that wrote them (0: none)."""
 
     format: int
-    run: int
-    files: Mapping[str, File]
-
-    def is_exported(self, name: str) -> bool:
-        """Whether a file is one of the global model's."""
-        return name.startswith(f"{EXPORT}/") or f"{EXPORT}/{name}" in self.files
+    files: dict[str, File]
+    run: Count = 0
 
 
 def write(checkpoint: Path, run: int) -> None:
@@ -78,17 +76,13 @@ def read(checkpoint: Path) -> Manifest:
     """The list of a checkpoint's files; empty if it is of another format. Raises ValueError if it is missing or damaged."""
     try:
         content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        if int(content["format"]) != FORMAT:  # its other entries may mean something else
-            return Manifest(int(content["format"]), int(content.get("run", 0)), {})
-        if content.pop("sha256") != _sha256(content):
+        if not _OLDEST <= content["format"] <= FORMAT:  # its other entries may mean something else
+            content = {**content, "files": {}}
+        elif content.pop("sha256") != _sha256(content):
             raise ValueError("its content differs from its own SHA-256")
-        files = {
-            name: File(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
-        }
-        manifest = Manifest(FORMAT, int(content.get("run", 0)), files)
-    except (OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return msgspec.convert(content, Manifest)
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return manifest
 
 
 def is_sealed(checkpoint: Path) -> bool:
@@ -96,57 +90,35 @@ def is_sealed(checkpoint: Path) -> bool:
     return (checkpoint / COMPLETE).is_file()
 
 
-def damage(checkpoint: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a file that a resume reads, what was expected and what is there; None if all are well.
-
-    What a training script has saved beside Trainer's files counts, too: the script may read it. Without `hashes`, only names
-    and sizes are compared.
-    """
-    return _compare(checkpoint, False, hashes)
-
-
-def damage_of_export(checkpoint: Path) -> str | None:
-    """What is wrong with the global model in a checkpoint, in the words of `damage`; None if nothing is."""
-    return _compare(checkpoint, True, hashes=True)
-
-
-def wrong_in(checkpoint: Path, folder: str) -> str | None:
-    """Why files in a folder of a checkpoint may not be those that were saved there, by their hashes; None if they are."""
-    if not is_sealed(checkpoint):
-        return f"{COMPLETE} is missing"
-    listed = read(checkpoint).files
-    names = [
-        path.relative_to(checkpoint).as_posix() for path in (checkpoint / folder).rglob("*") if path.is_file()
-    ]
-    for name in names:
-        if name not in listed:
-            return f"{name} is not on the list of what was saved, with its hash"
-    return _edited(checkpoint, {name: listed[name] for name in names}, hashes=True)
-
-
-def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
-    """What is wrong with the global model's files, or with all others; cards, which only people read, never count."""
+def unreadable(checkpoint: Path) -> str | None:
+    """Why a checkpoint is none that this version reads, by its list alone; None if it is one."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
-        manifest = read(checkpoint)
-        if manifest.format != FORMAT:
-            other = "a newer" if manifest.format > FORMAT else "the older"
-            return f"its format is {manifest.format}, this hf_cocodc reads {FORMAT}; install {other} one"
-        files = {
-            name: file
-            for name, file in manifest.files.items()
-            if manifest.is_exported(name) == exported and not name.endswith(".md")
-        }
-        return (
-            _changed(checkpoint, files)
-            or _added(checkpoint, manifest.files)
-            or _edited(checkpoint, files, hashes)
-        )
+        number = read(checkpoint).format
     except ValueError as error:
         return f"{COMPLETE} is damaged ({error})"
+    if _OLDEST <= number <= FORMAT:
+        return None
+    other = "a newer" if number > FORMAT else "the older"
+    return f"its format is {number}, this hf_cocodc reads {_OLDEST} to {FORMAT}; install {other} one"
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, what was expected and what is there; None if all is well. Reads every file.
+
+    What a training script has saved beside Trainer's files counts, too: the script may read it. Cards, which only people read,
+    do not.
+    """
+    wrong = unreadable(checkpoint)
+    if wrong is not None:
+        return wrong
+    listed = read(checkpoint).files
+    files = {name: file for name, file in listed.items() if not name.endswith(".md")}
+    try:
+        return _changed(checkpoint, files) or _added(checkpoint, listed) or _edited(checkpoint, files)
     except OSError as error:
         return f"it cannot be read: {error}"
 
@@ -168,17 +140,15 @@ def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
         folder, _, inside = name.partition("/")
-        known = folder != EXPORT and (folder in folders or _FOLDERS.fullmatch(folder))
+        known = folder in folders or _FOLDERS.fullmatch(folder)
         loaded = known and path.suffix in _WEIGHTS if inside else _LOADED.fullmatch(name)
         if loaded and name not in files and path.is_file():
             return f"{name} was not there when the checkpoint was saved"
     return None
 
 
-def _edited(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
+def _edited(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     """A file whose hash is another."""
-    if not hashes:
-        return None
     current = sha256_of_all([checkpoint / name for name in files])
     for (name, file), sha256 in zip(files.items(), current, strict=True):
         if sha256 != file.sha256:

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import nn
 
 from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
 from ..link.log import Item, from_plain
 from ..net.letters import Member
 from ..net.pairs import Stream
-from ..net.validation import whole
+from ..net.validation import Count
 from ..status import tell
 from . import checkpoint as disk
 from . import folders, manifest
@@ -175,8 +176,8 @@ def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     try:
         started = json.loads((half / STARTED).read_text(encoding="utf-8"))
         (half / STARTED).unlink()
-        return whole(about["run"]), dict(started)
-    except (OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+        return msgspec.convert(about["run"], Count), msgspec.convert(started, dict[str, Any])
+    except (OSError, KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the base that another region sent is not whole ({error!r}). Do all regions have the same version of hf_cocodc?"
         ) from error

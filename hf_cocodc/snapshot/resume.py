@@ -1,11 +1,10 @@
 """Regions choose the checkpoint that all of them resume from.
 
-Each region says what it was asked for and which checkpoints it holds, by names and sizes. `choose`, the same pure rule in all
-regions, picks one. Only that one is hashed in full, which costs a second per GB: where it is damaged, the region takes it off
-its list, and the rule is asked again.
+Each region says what it was asked for and which checkpoints it holds. `choose`, the same pure rule in all regions, picks one. The
+files of that one are compared with its list, which costs a second per GB. Where it is damaged, the region takes it off its own
+list, and the rule is asked again.
 """
 
-import contextlib
 import json
 import logging
 import re
@@ -16,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from accelerate import Accelerator
 
 from ..errors import CheckpointError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather, spread_all
 from ..link.within import main_says
-from ..net.validation import whole
+from ..net.validation import Count, Positive
 from . import checkpoint as disk
 from . import folders, manifest
 from .files import take_over
@@ -42,21 +42,18 @@ class CanResume(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint that a region can resume from, as far as names and sizes show.
+    """A checkpoint that a region can resume from, unless its files are damaged. `writers` are the regions that took part."""
 
-    `writers` are the regions that took part then. `stopping`: all regions stopped there, though no checkpoint was due.
-    """
-
-    step: int
-    writers: tuple[int, ...]
-    stopping: bool = False
+    step: Positive
+    writers: tuple[Count, ...]
 
 
 class ResumeRequest(NamedTuple):
     """What a region is asked to begin from.
 
     Attributes:
-        is_exact: whether it was given the path of a checkpoint; else the newest is meant that all regions have.
+        is_exact: whether it was given the path of a checkpoint; else the newest is meant that all regions have, also by a path
+            in the folder that has the regions' folders.
         step: of the checkpoint that it was given; 0 if none was named.
         is_there: whether it sees a checkpoint of this step, complete or not.
         has_some: whether it is not to resume, although its folder has checkpoints.
@@ -79,27 +76,13 @@ class ResumeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Holdings:
-    """The checkpoints that a region has of a run, whose number is 0 if there is none.
-
-    Attributes:
-        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
-        num_damaged: checkpoints that were complete, and have changed since or are of another run. Those of another run do not
-            count if `is_unsaved`: the run had none.
+    """The checkpoints that a region has of a run, whose number is 0 if there is none; `num_damaged` further ones were complete,
+    and have changed since.
     """
 
-    run: int = 0
-    is_unsaved: bool = False
-    num_damaged: int = 0
+    run: Count = 0
+    num_damaged: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
-
-
-def holdings_in(plain: Any) -> Holdings:
-    """What another region has, from JSON. Raises ValueError, KeyError or TypeError if it is malformed."""
-    held = tuple(
-        HeldCheckpoint(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
-        for each in plain["held"]
-    )
-    return Holdings(whole(plain["run"]), bool(plain["is_unsaved"]), whole(plain["num_damaged"]), held)
 
 
 class Choice(NamedTuple):
@@ -107,15 +90,13 @@ class Choice(NamedTuple):
 
     Attributes:
         holders: regions that have it.
-        run: number of the run that wrote it, or that starts once more; 0 to begin a new run.
-        unsaved: the region for whose sake all start once more.
+        run: number of the run that wrote it; 0 to begin a new run.
         absent: regions whose checkpoints do not count: they were not there when the newest one (of step `newest`) was written.
     """
 
     step: int = 0
     holders: Sequence[int] = ()
     run: int = 0
-    unsaved: int | None = None
     absent: Sequence[int] = ()
     newest: int = 0
 
@@ -126,10 +107,6 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
     If there is none, regions take over the newest of all. If checkpoints are of different runs, regions continue the run that
     most of them have. Two kinds of checkpoints do not count: those of another run (the folder was used before), and those of a
     region that had left before the newest ones were written.
-
-    A run may have been killed when only some regions had their first checkpoint. All then start once more from step 0: this is
-    exact, and a take-over is not. But if all regions had stopped there, they may have made many more steps than between two
-    checkpoints: then nobody starts once more.
 
     >>> old, new = HeldCheckpoint(2, (0, 1)), HeldCheckpoint(4, (0, 1))
     >>> choose({0: Holdings(run=7, held=(old, new)), 1: Holdings(run=7, held=(old,))})[:3]
@@ -142,9 +119,6 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
     held = {region: {each.step: each for each in o.held if o.run == run} for region, o in holdings.items()}
     newest = max(step for steps in held.values() for step in steps)
     of_newest = {region: steps[newest] for region, steps in held.items() if newest in steps}
-    unsaved = [region for region, each in holdings.items() if each.run == run and each.is_unsaved]
-    if unsaved and not next(iter(of_newest.values())).stopping:
-        return Choice(run=run, unsaved=unsaved[0])
     # one of them may have been lost between their saves: the others have gone on without it
     writers = set.intersection(*(set(each.writers) for each in of_newest.values()))
     # a region that joined later has the newest one only if it took it over
@@ -163,8 +137,7 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
 class Start(NamedTuple):
     """Where this region starts: from a checkpoint, or from step 0 without one.
 
-    `run` is the number of the run that goes on or starts once more, 0 to begin a new one; `skipped` tells of newer checkpoints
-    that cannot be used.
+    `run` is the number of the run that goes on, 0 to begin a new one; `skipped` tells of newer checkpoints that cannot be used.
     """
 
     checkpoint: Path | None
@@ -177,8 +150,8 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
 
     Args:
         wanted: what Trainer's `resume_from_checkpoint` says: False or None; True for the newest checkpoint that all regions
-            have; or a path. `output_dir/checkpoint-N`, which `get_last_checkpoint(output_dir)` returns, means the newest that
-            all regions have, up to step N: another region may not have saved step N when the run ended.
+            have; or a path. `checkpoint-N` beside the regions' folders, where `get_last_checkpoint(output_dir)` finds it, means
+            the newest that all regions have, up to step N: another region may not have saved step N when the run ended.
 
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
@@ -237,15 +210,18 @@ def _asked_of_all(
     def of_this() -> ResumeRequest:
         if not wanted:
             checkpoints = folders.checkpoints(folder).values()
-            has_some = any(folders.unusable(path, hashes=False) is None for path in checkpoints)
+            has_some = any(folders.unusable(path) is None for path in checkpoints)
             return ResumeRequest(False, has_some=has_some)
         if wanted is True:
             return ResumeRequest(True)
         path = Path(wanted)
         step = path.name.removeprefix(folders.PREFIX)
         is_there = path.is_dir() or (folder / path.name).is_dir()
-        is_exact = not folders.is_pointer(path, folder)
-        return ResumeRequest(True, is_exact, int(step) if step.isdecimal() else 0, is_there)
+        is_beside = path.absolute().parent.resolve() == folder.absolute().parent.resolve()
+        if not step.isdecimal():
+            return ResumeRequest(True, is_exact=True, is_there=is_there)
+        is_link = is_beside and (manifest.is_sealed(path) or not path.is_dir())
+        return ResumeRequest(True, not is_link, int(step), is_there)
 
     what = "what to begin from"
     own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
@@ -260,10 +236,8 @@ def _of_region(checkpoint: Path, region: int) -> Path:
 
 
 def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
-    """The checkpoint at the path that this region was given, if it is good in every region. Raises CheckpointError, which names
-    the newest good one, if it is not.
-    """
-    wrong = main_says(link, accelerator, partial(disk.damage, checkpoint), f"the check of {checkpoint}")
+    """The checkpoint at the path that this region was given. Raises CheckpointError unless it is good in every region."""
+    wrong = main_says(link, accelerator, partial(manifest.damage, checkpoint), f"the check of {checkpoint}")
     own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
     verdicts = gather(link, own, "the checkpoint to resume from")
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
@@ -276,10 +250,7 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
         )
     if not bad:
         return checkpoint
-    choice = Inventory(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
-    way_out = "No checkpoint of its run is good in every region"
-    if len(choice.holders) == link.num_regions:
-        way_out = f"The newest of its run that is good in every region is {folders.PREFIX}{choice.step}: give its path instead"
+    way_out = "Give the path of another one, or let regions find the newest that all of them have: resume_from_checkpoint=True"
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be resumed from: {wrong}. {way_out}.")
     raise CheckpointError(
@@ -293,20 +264,11 @@ def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
     """
     choice = inventory.choose(bound)
     if not choice.step:
-        if choice.unsaved is None:
-            inventory.refuse_damaged(bound)
-        if choice.unsaved is not None:
-            logger.warning(
-                "region %d was ended before its first checkpoint of the run was complete: all regions start once more from "
-                "step 0. This is exact, and to go on without the steps of region %d is not.",
-                *(choice.unsaved, choice.unsaved),
-            )
-        else:
-            logger.warning(
-                "no region has a complete checkpoint (%s in this one): starting from step 0.",
-                inventory.folder,
-            )
-        return Start(None, choice.run, inventory.skipped)
+        inventory.refuse_damaged(bound)
+        logger.warning(
+            "no region has a complete checkpoint (%s in this one): starting from step 0.", inventory.folder
+        )
+        return Start(None, 0, inventory.skipped)
     checkpoint = inventory.folder / f"{folders.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         link.lead(
@@ -323,8 +285,6 @@ class Inventory:
     All ranks of the region make the same calls in the same order; the main process looks at the disk.
 
     Attributes:
-        beside: a checkpoint in `folder`: those of its run are meant. By default those of the run that writes there now, or of
-            the newest checkpoint if the folder does not say, because a checkpoint was copied there.
         skipped: one sentence for each checkpoint that was looked at and cannot be used.
         holdings: what all regions have, once a choice was made.
     """
@@ -332,7 +292,6 @@ class Inventory:
     link: Link
     accelerator: Accelerator
     folder: Path
-    beside: Path | None = None
     skipped: list[str] = field(default_factory=list)
     holdings: Mapping[int, Holdings] = field(default_factory=dict)
     _damaged: dict[int, str] = field(default_factory=dict)
@@ -353,8 +312,8 @@ class Inventory:
         holdings = {}
         for region, text in texts.items():
             try:
-                holdings[region] = holdings_in(json.loads(text))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                holdings[region] = msgspec.json.decode(text, type=Holdings)
+            except (ValueError, RecursionError) as error:
                 raise LinkError(
                     f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
                 ) from error
@@ -363,8 +322,8 @@ class Inventory:
     def choose(self, bound: int | None = None) -> Choice:
         """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
 
-        Step 0 may also mean that they have only checkpoints that are damaged or of another run (`refuse_damaged`). Raises
-        LinkError if a region lists a checkpoint again that it has found damaged: this would never end.
+        Step 0 may also mean that they have only damaged ones (`refuse_damaged`). Raises LinkError if a region lists a checkpoint
+        again that it has found damaged: this would never end.
         """
         link, own = self.link, self.link.region
         found_damaged: set[tuple[int, int]] = set()
@@ -381,7 +340,9 @@ class Inventory:
                 break
             path, wrong = self.folder / f"{folders.PREFIX}{choice.step}", None
             if own in choice.holders:
-                wrong = main_says(link, self.accelerator, partial(disk.damage, path), f"the check of {path}")
+                wrong = main_says(
+                    link, self.accelerator, partial(manifest.damage, path), f"the check of {path}"
+                )
             verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
             bad = {(region, choice.step) for region, verdict in verdicts.items() if not verdict.is_good}
             if not bad:
@@ -402,46 +363,40 @@ class Inventory:
 
     def _look(self, bound: int | None) -> tuple[dict[str, Any], list[str]]:
         """What this region holds, and a sentence for each newer checkpoint that cannot be used."""
-        run, is_unsaved = self._run(), folders.is_unsaved(self.folder)
+        run = self._run()
         held: list[HeldCheckpoint] = []
         skipped, num_damaged = [], 0
         for step, path in reversed(folders.checkpoints(self.folder).items()):
             if bound is not None and step > bound:
                 continue
-            wrong = self._damaged.get(step) or folders.unusable(path, run, hashes=False)
+            wrong = self._damaged.get(step) or folders.unusable(path, run)
             if wrong is None:
                 try:
                     facts = disk.facts_of(path)
-                    held.append(HeldCheckpoint(step, tuple(facts.writers), facts.stopping))
+                    held.append(HeldCheckpoint(step, tuple(facts.writers)))
                     continue
                 except CheckpointError as error:
                     wrong = str(error)
-            another = folders.is_of_another_run(path, run) and is_unsaved
-            num_damaged += manifest.is_sealed(path) and not another
+            num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
             if not held or step in self._damaged:
                 skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        # a kill in `seal` leaves a complete checkpoint beside the word that says that there is none
-        holdings = Holdings(run, is_unsaved and not held, num_damaged, tuple(held))
-        return asdict(holdings), skipped
+        return asdict(Holdings(run, num_damaged, tuple(held))), skipped
 
     def _run(self) -> int:
-        """The number of the run whose checkpoints are meant."""
-        if self.beside is not None:
-            with contextlib.suppress(ValueError):  # its list of files is missing or damaged
-                return manifest.read(self.beside).run
+        """The number of the run that writes there now, or of the newest checkpoint where the folder does not say: because it was
+        copied there.
+        """
         if (self.folder / folders.RUN).exists():
             return folders.run_of(self.folder)
-        undamaged = [
-            p for p in folders.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
-        ]
-        return manifest.read(undamaged[-1]).run if undamaged else 0
+        readable = [p for p in folders.checkpoints(self.folder).values() if manifest.unreadable(p) is None]
+        return manifest.read(readable[-1]).run if readable else 0
 
     def refuse_damaged(self, bound: int | None) -> None:
         """Raise CheckpointError if a run cannot just begin from step 0."""
         damaged = [region for region, each in self.holdings.items() if each.num_damaged]
         if damaged:
             raise CheckpointError(
-                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
+                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
                 + " ".join(self.skipped)
                 + " Restore one of them, give its path, or start a new run in another folder, without --resume "
                 "(resume_from_checkpoint)."
@@ -459,14 +414,13 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     """
     run = start.run or run
     for later, path in folders.checkpoints(folder).items():
-        if later > step and folders.unusable(path, run, hashes=False) is None:
+        if later > step and folders.unusable(path, run) is None:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
-    # last: a complete checkpoint in the folder of an unsaved run counts
-    folders.begin_run(folder, run, unsaved=start.checkpoint is None)
+    folders.begin_run(folder, run)
     folders.point(folder)
     earlier = [path.name for path in folders.checkpoints(folder).values() if folders.is_of_another_run(path)]
     if earlier:

@@ -14,7 +14,6 @@ from ..link.base import Link
 from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Facts, Saved
-from ..snapshot.manifest import EXPORT
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +53,6 @@ def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> Non
         raise InputError(
             f"this Trainer has two {type(callback).__name__}s: both would write the model's parameters. Give it one "
             "(trainer.remove_callback removes the other)."
-        )
-    if EXPORT in getattr(trainer.model, "peft_config", {}):
-        raise InputError(
-            f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "
-            "adapter another name."
         )
     refuse_arguments(trainer.args, evaluate_on)
     for given in (trainer.optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]):

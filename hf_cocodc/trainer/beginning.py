@@ -2,17 +2,18 @@
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
 from ..link.base import Link
 from ..run.newcomer import get_base, joins
 from ..run.outer_optimizer import OuterOptimizer
@@ -20,6 +21,8 @@ from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, check_same_habits
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
 from ..snapshot.receive import Received
+
+T = TypeVar("T")
 
 
 def refuse_epochs(args: TrainingArguments) -> None:
@@ -58,12 +61,19 @@ def take_best(trainer: Trainer, base: Path) -> None:
     state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
 
 
-def told(received: Received | None, kind: Callable[..., Any]) -> Mapping[int, Any]:
-    """For a newcomer, what the regions of a run have agreed on before step 1; nothing for others."""
-    name = getattr(kind, "__name__", "")
-    if received is None or name not in received.started:
+def told(received: Received | None, kind: type[T]) -> Mapping[int, T]:
+    """For a newcomer, what the regions of a run have agreed on before step 1; nothing for others. Raises CheckpointError if its
+    base has something else there.
+    """
+    if received is None or kind.__name__ not in received.started:
         return {}
-    return {received.donor: kind(*received.started[name])}
+    try:
+        return {received.donor: msgspec.convert(received.started[kind.__name__], kind)}
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"region {received.donor} sends a base without what the regions agreed on before step 1 ({kind.__name__}: {error}). "
+            "Do all regions have the same version of hf_cocodc?"
+        ) from error
 
 
 def jump(trainer: Trainer, before: int, after: int) -> None:

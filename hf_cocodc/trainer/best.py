@@ -33,11 +33,11 @@ from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import engine_for
 from ..settings import OuterConfig
-from ..snapshot.checkpoint import Facts, Saved, damage, read_own
+from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
-from ..snapshot.manifest import damage_of_export
+from ..snapshot.manifest import damage
 from ..snapshot.resume import Start
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
@@ -287,7 +287,7 @@ class Best:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."
             )
-        self._show(outer.synchronizer, best, read_own(outer.link, best, checked=True))
+        self._show(outer.synchronizer, best, read_own(outer.link, best))
         self._note(best)
         assert self.loaded is not None
         step, value = self.loaded
@@ -300,7 +300,7 @@ class Best:
         if self._lacks_shards:
             self._load_whole(link, self._known)
         else:
-            saved = read_own(link, self._known, checked=True)
+            saved = read_own(link, self._known)
             config = continuing(config, saved.facts.settings)
             self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)
@@ -333,17 +333,6 @@ class Best:
                 f"{way_out}"
             )
         step = int(best.name.removeprefix(PREFIX))
-        wrong = main_says(
-            link, self._trainer.accelerator, partial(damage_of_export, best), f"the check of {best}"
-        )
-        states = gather(link, HeldBest(step, wrong is None), "the best model of a run that has finished")
-        if wrong is not None:
-            raise CheckpointError(f"the best model, {best}, cannot be loaded: {wrong}. {way_out}")
-        for region, state in states.items():
-            if not state.is_good:
-                raise CheckpointError(
-                    f"region {region} cannot load the best model, its {best.name}; its own message says why. {way_out}"
-                )
         load_pretrained_(self._model, best)
         self._restore_buffers(best)
         weights = {name: param.detach() for name, param in self._model.named_parameters()}

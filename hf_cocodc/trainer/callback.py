@@ -232,7 +232,7 @@ class CoCoDCCallback(TrainerCallback):
         if not outer.should_stop:
             outer.step()
         if state.global_step >= state.max_steps:
-            outer.finish()
+            outer.end()
         self._end_if_agreed(state, control)
 
     def on_epoch_end(
@@ -241,8 +241,8 @@ class CoCoDCCallback(TrainerCallback):
         outer = self._running
         # Trainer asks to stop if an epoch had no data left; after a resume it may skip all of an epoch's data
         dry = state.global_step == self._epoch_began_at and control.should_training_stop
-        if dry and not outer.should_stop:
-            outer.finish()
+        if dry:
+            outer.end()
         self.hold(control)
         self._end_if_agreed(state, control)
 
@@ -319,7 +319,7 @@ class CoCoDCCallback(TrainerCallback):
                 start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
             self._start, path = start, start.checkpoint
             if path is not None:
-                self._saved = read_own(self._link, path, checked=True)
+                self._saved = read_own(self._link, path)
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
@@ -329,7 +329,7 @@ class CoCoDCCallback(TrainerCallback):
                     return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
-            self._running.finish()
+            self._running.end()
             self._running.close()
         except BaseException as error:
             leave(trainer, self._link, self.outer, error)

@@ -17,10 +17,10 @@ from transformers import Trainer
 
 from ..errors import CheckpointError, InputError
 from ..link.process_state import random_state_kept
+from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.durable import saving
-from ..snapshot.export import put_into_folder
 from ..snapshot.folders import PREFIX, make_room, point, rotate
 from . import hub, weights
 from .best import Best
@@ -188,7 +188,6 @@ class Patches:
             weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
             if trainer.args.should_save:
                 hub.write(folder, hub.section(outer))
-                put_into_folder(folder)
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         """Adds our section to the card."""
@@ -219,7 +218,7 @@ class Patches:
         checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
         if trainer.args.should_save:
             make_room(checkpoint)
-        trainer.accelerator.wait_for_everyone()
+        wait_for_ranks(trainer.accelerator, f"the place of {checkpoint}")
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         try:
             with outer.spare(checkpoint.name), saving(checkpoint):

@@ -85,7 +85,7 @@ def _load_beside(
         load_pretrained_(model, checkpoint)
         return
     load()
-    # our folder of the global model, and exports that a user has added, are no adapters of this model
+    # exports that a user has added are no adapters of this model
     for adapter in set(getattr(model, "peft_config", None) or ()) - adapters:
         model.delete_adapter(adapter)  # type: ignore[operator]
 

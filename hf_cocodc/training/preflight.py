@@ -127,7 +127,7 @@ def _arguments(recipe: Recipe) -> Any:
         start_method = getattr(args, "dataloader_multiprocessing_context", None)
         for batch_size in (args.train_batch_size, args.eval_batch_size):
             DataLoader(
-                TensorDataset(torch.zeros(1)),
+                TensorDataset(torch.zeros(1, device="cpu")),
                 batch_size,
                 num_workers=args.dataloader_num_workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
@@ -164,7 +164,7 @@ def _optimizer(args: Any, model: Any, ours: Any) -> None:
     from ..run.inner_optimizer import refuse_two_sets_of_weights
 
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    parameters: Any = [torch.nn.Parameter(torch.zeros(1))]
+    parameters: Any = [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
     refuse_two_sets_of_weights(kind)
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if not is_class or "model" in settings:
@@ -250,7 +250,7 @@ def _forward(model: Any) -> None:
 
     try:
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="cpu"))
     except Exception as error:
         # other errors may come from the meta device, or from inputs that the model wants; they say nothing about its config
         if any(words in str(error) for words in MISFITS):

@@ -20,14 +20,16 @@ START: dict[str, Any] = {"num_regions": 2, "num_fragments": 1, "outer": {"method
 def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file stays in its place until the new run has begun."""
+    """Its lines stay in the file."""
     path = tmp_path / "journal.jsonl"
     Journal(path).write("log", step=90, loss=1.0)
     display = Display([0], [path], 100)
     display.update()
     assert display.step == 0
     assert not display.has_trained
-    Journal(path).write("log", step=20, loss=2.0)
+    journal = Journal(path)
+    journal.write("start", step=0, region=0, **START)
+    journal.write("log", step=20, loss=2.0)
     display.update()
     assert display.step == 20
     assert display.has_trained

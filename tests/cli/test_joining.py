@@ -278,7 +278,7 @@ def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A region that had left before has an older one, or none."""
-    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path, hashes: None)
+    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path: None)
     for region, step in ((0, 200), (1, 400), (2, 400)):
         (tmp_path / f"region-{region}" / f"checkpoint-{step}").mkdir(parents=True)
     ended = [

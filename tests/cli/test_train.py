@@ -40,7 +40,7 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
     monkeypatch.setattr(
         "hf_cocodc.snapshot.folders.checkpoints", lambda region: dict.fromkeys(steps[region.name], region)
     )
-    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path, hashes: None)
+    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path: None)
     for name in steps:
         (tmp_path / name).mkdir()
     said = train._saved(tmp_path, [*stopped, lost])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 from torch import nn
 
-from hf_cocodc.coordinator.hello import compare, side_by_side
+from hf_cocodc.coordinator.hello import _ONLY_SHOWN, FROZEN, compare, side_by_side
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.run import connect
 from hf_cocodc.run.about import function_of
@@ -96,8 +97,33 @@ def test_a_difference_names_regions_field_and_values() -> None:
     with pytest.raises(HandshakeError, match="disagree on trainable parameters"):
         compare([base, wider])
     frozen = [hello(freeze(seed), settings, 100, 1) for seed in (0, 1)]
-    with pytest.raises(HandshakeError, match="frozen parameters and buffers"):
+    with pytest.raises(
+        HandshakeError,
+        match=r"frozen parameters and buffers \(digest\): region 0 has 'model\.embed_tokens\.weight \[64, 16\] float32 \w{8}', "
+        r"region 1 has 'model\.embed_tokens\.weight \[64, 16\] float32 \w{8}'",
+    ):
         compare(frozen)
+
+
+def test_frozen_tensors_are_named_whatever_another_region_sends() -> None:
+    """Names that cannot be read leave the digests, and equal names the number of tensors."""
+    mine, theirs = (hello(freeze(seed), {}, 100, 1) for seed in (0, 1))
+    [field] = [name for name, value in mine.items() if mine[name] != theirs[name] and name not in _ONLY_SHOWN]
+    for wrong in ("", "x", 7, None, [], mine[FROZEN][:40], base64.b64encode(b"abc").decode()):
+        with pytest.raises(
+            HandshakeError, match=f"region 0 has {mine[field]!r}, region 1 has {theirs[field]!r}"
+        ):
+            compare([mine, {**theirs, FROZEN: wrong}])
+    assert len(mine[FROZEN]) < 200
+
+
+def test_the_names_of_frozen_tensors_take_little_room() -> None:
+    """A quantized base has thousands, and a coordinator hands out the hellos of all regions in one line."""
+    base = nn.ModuleList(
+        nn.ModuleDict({"q_proj": nn.Linear(2, 2), "k_proj": nn.Linear(2, 2)}) for _ in range(500)
+    )
+    told = hello(base.requires_grad_(False), {}, 1, 1)[FROZEN]
+    assert len(told) < 12 * 2000
 
 
 def freeze(seed: int) -> nn.Module:

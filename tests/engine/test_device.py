@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.errors import HandshakeError, InputError
+from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.tensors import flat as tensors
-from hf_cocodc.parts.tensors.memory import HOST, Departure, Pool
+from hf_cocodc.parts.tensors.memory import HOST, Home
 from hf_cocodc.resolve import from_config
-from hf_cocodc.run.connect import hello
-from hf_cocodc.run.supported import outer_device
+from hf_cocodc.run.supported import rests_on_host
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot.checkpoint import Facts
@@ -71,7 +68,7 @@ class _Region:
             link,
             digest_interval=2,
             state=None if saved is None else saved[0],
-            device=state_on,
+            home=Home(model_on, rests_on_host=state_on != model_on),
         )
 
     def train(self, step: int) -> None:
@@ -121,7 +118,7 @@ def test_where_the_outer_state_is_kept_changes_no_number(
 ) -> None:
     """At every step, to the bit; but for the last ones where norms are summed in another order."""
     found, expected = trajectory(name, FAR, state_on, dtype=dtype), trajectory(name, HOST, HOST, dtype=dtype)
-    if state_on is HOST or name not in ("co2", "cocodc"):
+    if name not in ("co2", "cocodc"):
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
     else:
         torch.testing.assert_close(found, expected, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=0)
@@ -173,7 +170,7 @@ def test_a_run_with_outer_state_on_a_device_is_resumed_exactly(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", METHODS)
 def test_all_that_is_kept_is_where_it_was_asked_for(name: str) -> None:
-    """Global params, outer state and transfers lie with the model, and the bytes of both places are told."""
+    """Global params, outer state, residuals and transfers lie with the model, and their bytes are told."""
 
     def live(index: int, link: Link) -> None:
         region = _Region(name, link, FAR, FAR)
@@ -183,48 +180,34 @@ def test_all_that_is_kept_is_where_it_was_asked_for(name: str) -> None:
         for each in fragments:
             flying = [(t.snapshot, t.outer_grad, t.global_params) for t in each.in_flight]
             assert all(isinstance(t, Far) for t in (*_kept(each), *sum(flying, ())))
-            assert not any(isinstance(t, Far) for t in tensors.tensors_in(each.codec))
         told = region.synchronizer.memory()
-        assert told[FAR][0] == sum(t.nbytes for each in fragments for t in _kept(each))
-        assert told[HOST][0] == sum(t.nbytes for each in fragments for t in tensors.tensors_in(each.codec))
-        largest = 4 * max(each.fragment.numel for each in fragments)
-        assert told[FAR][1] in (3 * largest, 4 * largest)
-        assert told[HOST][1] >= 2 * largest
+        assert told[FAR].kept == sum(t.nbytes for each in fragments for t in _kept(each))
+        assert told[HOST].kept == 0
+        assert told[FAR].per_transfer >= 3 * 4 * max(each.fragment.numel for each in fragments)
 
     run_in_lockstep(2, live)
 
 
 def _kept(each: FragmentState) -> list[Tensor]:
-    return [each.global_params, *tensors.tensors_in(each.outer)]
+    return [each.global_params, *tensors.tensors_in(each.outer), *tensors.tensors_in(each.codec)]
 
 
-def test_what_leaves_a_device_is_copied_when_it_is_asked_for() -> None:
-    """Not before, into memory that is used again; what is on the host already leaves from where it is."""
-    host = Pool(HOST, [5])
-    flat = torch.arange(3.0)
-    assert Departure(flat, host).fetch() is flat
-    far = flat.to(FAR)
-    first = Departure(far, host)
-    far.mul_(2)
-    copy = first.fetch()
-    assert copy.tolist() == [0.0, 2.0, 4.0] and not isinstance(copy, Far)
-    first.end()
-    second = Departure(far, host)
-    assert second.fetch().data_ptr() == copy.data_ptr()
+@pytest.mark.parametrize(
+    ("device", "room", "expected"),
+    [
+        ("auto", None, False),
+        ("auto", 81 * 100, False),
+        ("auto", 79 * 100, True),
+        ("host", None, True),
+        ("model", 1, False),
+    ],
+)
+def test_where_outer_state_rests(device: str, room: int | None, expected: bool) -> None:
+    """By default with the model, unless it would take more than a tenth of its device's memory."""
+    assert rests_on_host(OuterConfig(device=device), 100, room) == expected
 
 
-def test_regions_keep_outer_state_on_devices_of_one_kind() -> None:
-    """Another kind rounds differently: the field and both values are named before step 1."""
-    model = nn.Linear(2, 2).to(FAR)
-
-    def said(config: OuterConfig) -> dict[str, Any]:
-        return hello(nn.Linear(1, 1), {"device": outer_device(model, config).type}, None, 1)
-
-    config = OuterConfig()
-    compare([said(config), said(config)])
-    with pytest.raises(
-        HandshakeError, match=r"disagree on outer\.device: region 0 has 'cpu', region 1 has 'privateuseone'"
-    ):
-        compare([said(config), said(replace(config, device="model"))])
-    with pytest.raises(InputError, match=r"outer\.device='gpu' must be one of host, model"):
+def test_a_place_that_is_none_is_refused() -> None:
+    """With those that there are."""
+    with pytest.raises(InputError, match=r"outer\.device='gpu' must be one of auto, model, host"):
         OuterConfig(device="gpu")

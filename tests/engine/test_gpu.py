@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
-from hf_cocodc.parts.tensors.memory import HOST, Departure, Pool, bring
+from hf_cocodc.parts.choose import CODECS
+from hf_cocodc.parts.codecs.base import Plain
+from hf_cocodc.parts.tensors.memory import HOST, Buffers, Departure, aside
+from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.engine.test_device import START, trajectory
 from tests.processes.test_link import run_over_tcp
@@ -41,32 +46,58 @@ def test_over_a_link_with_a_thread_of_its_own(method: str) -> None:
     torch.testing.assert_close(found, trajectory(method, cuda, cuda), atol=0, rtol=0)
 
 
-def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
-    """It travels on a stream of its own, into pinned memory, and is there before work that the training stream got later."""
-    flat = torch.ones(1 << 24, device="cuda")
-    host = Pool(HOST, [flat.numel()], pinned=True)
-    leaving = Departure(flat, host)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_memory_of_the_host_is_pinned_in_place(dtype: torch.dtype) -> None:
+    """It takes as many bytes as were asked for, and copies beside the training stream."""
+    buffers = Buffers(HOST, torch.device("cuda", 0))
+    buffer = buffers.take((1 << 20) + 3, dtype)
+    assert buffer.is_pinned() and buffer.untyped_storage().nbytes() == buffer.nbytes
+    buffers.give(buffer)
+    assert buffers.take((1 << 20) + 3, dtype).data_ptr() == buffer.data_ptr()
+
+
+def test_training_goes_on_while_a_payload_leaves() -> None:
+    """Work of a link waits for what the training stream had when the transfer was made, not for what it got later."""
+    device, flat = torch.device("cuda", 0), torch.ones(1 << 24, device="cuda")
+    departure = Departure(device)
     torch.cuda._sleep(4_000_000_000)  # cycles: seconds
     trained = torch.cuda.current_stream().record_event()
-    copy = leaving.fetch()
+    with aside(device):
+        departure.wait(flat)
+        copy = flat.to(HOST)
     assert not trained.query()
-    assert copy.is_pinned()
     assert torch.equal(copy, torch.ones(1 << 24))
 
 
-def test_training_goes_on_while_a_mean_comes() -> None:
-    """It is there before work that the training stream got earlier; memory that this still reads is not written to."""
-    home = Pool(device=torch.device("cuda", 0))
-    torch.cuda._sleep(4_000_000_000)  # cycles: seconds
-    trained = torch.cuda.current_stream().record_event()
-    first = bring(torch.ones(1 << 24), home)
-    assert not trained.query()
-    seen = first.clone()
-    home.give(first)
-    second = bring(torch.zeros(1 << 24), home)
-    assert second.data_ptr() == first.data_ptr()
-    assert torch.equal(seen, torch.ones_like(seen))
-    assert torch.equal(second, torch.zeros_like(second))
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_gives_the_bytes_of_the_host(name: str) -> None:
+    """Equal payloads for equal values, also where they are not finite; and equal values from equal bytes."""
+    codec = CODECS[name]()
+    if not isinstance(codec, Plain):
+        pytest.skip("it is no coder")
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    values[::1000] = 0
+    if name not in ("bf16", "fp16"):  # whose NaN has other bits, as they say
+        values[7::50_000], values[9::60_000] = torch.nan, torch.inf
+    there = codec.coder.encode(values.cuda())
+    assert torch.equal(there.cpu(), codec.coder.encode(values))
+    decoded = codec.coder.decode(there, len(values)).cpu()
+    assert torch.equal(decoded.nan_to_num(), codec.coder.decode(there.cpu(), len(values)).nan_to_num())
+
+
+def test_the_training_thread_does_not_wait_for_the_device() -> None:
+    """A send, and a landing whose mean is there, return while the device is busy with what it got before."""
+    model = llama().to("cuda")
+    method = from_config(OuterConfig(method="streaming", sync_interval=4, num_fragments=2))
+    synchronizer = Synchronizer(model, method, loopback())
+    synchronizer.step(1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fragment = synchronizer.fragments[0]
+        snapshot, outer_grad, square = fragment.prepare(fragment.base())
+        fragment.clear_(outer_grad, ~square.isfinite())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_send_leaves_the_device_once_a_fragment() -> None:

@@ -21,7 +21,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from tests.engine.test_stepping import SETTINGS
+from tests.engine.test_landings import SETTINGS
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, params_of
 

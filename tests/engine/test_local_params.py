@@ -1,4 +1,4 @@
-"""Params of a device in flat tensors of the host, and back: in pieces, so that the device needs little memory for it."""
+"""Params of a device in flat tensors, and back: in slices, so that the device needs little memory beside them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.engine import local_params
-from hf_cocodc.engine.local_params import LocalParams, staged_bytes
+from hf_cocodc.engine.local_params import LocalParams
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.parts.fragments import Fragment
-from hf_cocodc.parts.tensors.memory import HOST
-from hf_cocodc.parts.tensors.pieces import cuts
+from hf_cocodc.parts.tensors import slices
+from hf_cocodc.parts.tensors.memory import HOST, Home
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.far import FAR
@@ -31,46 +30,43 @@ def fragment() -> Fragment:
     return Fragment(0, tuple(f"p{index}" for index in range(len(SHAPES))), SHAPES, NUMEL)
 
 
+@pytest.mark.parametrize("rests_on_host", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("staged", [1, 7, 100, 1 << 24])
-def test_params_move_in_pieces(staged: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their length, the values arrive, and never more of them than that are on their way."""
-    monkeypatch.setattr(local_params, "STAGED", staged)
-    lengths: list[int] = []
-    copy_all_ = local_params.copy_all_
-
-    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
-        lengths.append(sum(target.numel() for target in targets))
-        copy_all_(targets, sources)
-
-    monkeypatch.setattr(local_params, "copy_all_", counted)
-    params = LocalParams(fragment(), far_params(dtype), [])
-    flat = params.gather(torch.empty(NUMEL))
-    assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32).to(dtype).float())
-    params.show(flat + 1)
-    assert torch.equal(params.gather(torch.empty(NUMEL)), (flat + 1).to(dtype).float())
-    assert sum(lengths) == 3 * NUMEL
-    assert max(lengths) == min(staged, NUMEL)
-    assert staged_bytes(params, HOST) == 4 * min(staged, NUMEL)
-    assert staged_bytes(params, FAR) == 0
+@pytest.mark.parametrize("length", [1, 7, 100, 1 << 26])
+def test_params_move_in_slices(
+    length: int, dtype: torch.dtype, rests_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their length, the values arrive, on the device or at rest on the host, and never more of them at once."""
+    monkeypatch.setattr(slices, "ON_DEVICE", length)
+    home = Home(FAR, rests_on_host)
+    params = LocalParams(far_params(dtype))
+    assert max(cut.numel for cut in params.cuts) == min(length, NUMEL)
+    flat = params.gather(home.take(NUMEL), home)
+    assert flat.device == home.rest
+    assert torch.equal(flat.cpu(), torch.arange(NUMEL, dtype=torch.float32).to(dtype).float())
+    params.show(flat + 1, home)
+    again = params.gather(home.take(NUMEL), home)
+    assert torch.equal(again.cpu(), (flat.cpu() + 1).to(dtype).float())
 
 
-def test_params_that_cannot_be_cut_move_whole() -> None:
+def test_params_that_cannot_be_cut_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strided ones have no stretches; the numbers are the same."""
+    monkeypatch.setattr(slices, "ON_DEVICE", 7)
     strided = [torch.stack([param, param], dim=-1)[..., 0] for param in far_params()]
     assert not all(param.is_contiguous() for param in strided)
-    params = LocalParams(fragment(), strided, [])
-    flat = params.gather(torch.empty(NUMEL))
-    assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32))
-    params.show(flat * 2)
-    assert torch.equal(params.gather(torch.empty(NUMEL)), flat * 2)
+    params, home = LocalParams(strided), Home(FAR)
+    assert len(params.cuts) == 1
+    flat = params.gather(home.take(NUMEL), home)
+    assert torch.equal(flat.cpu(), torch.arange(NUMEL, dtype=torch.float32))
+    params.show(flat * 2, home)
+    assert torch.equal(params.gather(home.take(NUMEL), home).cpu(), flat.cpu() * 2)
 
 
 @pytest.mark.parametrize("device", [HOST, FAR])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_pieces_of_params_are_read_and_written_in_place(
-    device: torch.device, dtype: torch.dtype, is_transposed: bool
+    device: torch.device, dtype: torch.dtype, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fragment that holds some rows of a parameter changes these rows and no others, on every device."""
     table = torch.arange(60.0).view(6, 10).T if is_transposed else torch.arange(60.0).view(10, 6)
@@ -78,32 +74,33 @@ def test_pieces_of_params_are_read_and_written_in_place(
     before = shards["table"].clone()
     piece = Fragment(1, ("table", "bias"), ((4, 6), (3,)), 27, {0: (3, 7)})
     views = piece.views_of(shards)
-    params = LocalParams(piece, views, cuts([view.numel() for view in views], 5))
-    flat = params.gather(torch.empty(27))
-    assert flat.tolist() == [*before[3:7].cpu().float().reshape(-1).tolist(), 70, 70, 70]
-    params.show(-flat)
+    monkeypatch.setattr(slices, "ON_HOST", 5)
+    monkeypatch.setattr(slices, "ON_DEVICE", 5)
+    params, home = LocalParams(views), Home(device)
+    flat = params.gather(home.take(27), home)
+    assert flat.cpu().tolist() == [*before[3:7].cpu().float().reshape(-1).tolist(), 70, 70, 70]
+    params.show(-flat, home)
     found = shards["table"].cpu().float()
-    assert torch.equal(found[3:7].reshape(-1), -flat[:24])
+    assert torch.equal(found[3:7].reshape(-1), -flat.cpu()[:24])
     assert torch.equal(found[:3], before[:3].cpu().float())
     assert torch.equal(found[7:], before[7:].cpu().float())
-    assert (params.pieces is not None) == (device == HOST and not is_transposed)
+    assert (len(params.cuts) == 1) == is_transposed
 
 
 def test_memory_on_the_device_is_told() -> None:
-    """With the outer state on the host a device holds what is copied, and nothing of transfers."""
+    """With the outer state at rest on the host, a device holds payloads, and slices while they are computed."""
     model = Blocks([torch.randn(50, 4) for _ in range(3)]).to(FAR)
-    synchronizer = Synchronizer(
-        model, from_config(OuterConfig(method="streaming", num_fragments=3)), loopback()
-    )
-    told = synchronizer.memory()
-    assert told[FAR] == (0, 0, 4 * 200)
+    method = from_config(OuterConfig(method="streaming", num_fragments=3))
+    told = Synchronizer(model, method, loopback(), home=Home(FAR, rests_on_host=True)).memory()
+    assert told[FAR].kept == 0 and told[FAR].staged == 7 * 4 * 200
     assert told[HOST].kept == 3 * 2 * 4 * 200 and told[HOST].staged == 0
 
 
 def test_evaluation_keeps_local_params_with_the_outer_state() -> None:
     """The copies that `global_weights` needs are on the host if the outer state is there: a device may have no room."""
     model = Blocks([torch.randn(50, 4)]).to(FAR)
-    synchronizer = Synchronizer(model, from_config(OuterConfig()), loopback())
+    home = Home(FAR, rests_on_host=True)
+    synchronizer = Synchronizer(model, from_config(OuterConfig()), loopback(), home=home)
     before = [param.detach().cpu().clone() for param in model.parameters()]
     copied: list[torch.device] = []
     original = Tensor.to

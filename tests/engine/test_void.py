@@ -19,7 +19,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.codecs.base import Codec, Conversation
 from hf_cocodc.parts.guard import Guard
 from hf_cocodc.parts.tensors.flat import tensors_in
-from tests.engine.test_stepping import SETTINGS, START, STEPS, method_of, train
+from tests.engine.test_landings import SETTINGS, START, STEPS, method_of, train
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, params_of
 

@@ -18,6 +18,7 @@ from hf_cocodc.link.records import Ending, Word
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.methods import small
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks
 
 SETTINGS = small(
@@ -285,6 +286,12 @@ def test_what_is_gone_or_has_another_form_stops_the_run() -> None:
         if step == 8:
             model.layers[1][0].data = model.layers[0][0].data
 
+    def overlap(model: nn.Module, index: int, step: int) -> None:
+        if step == 8:
+            model.layers[1][0].data = model.layers[0][0].data.view(-1)[:12].view(3, 4)
+
+    with pytest.raises(InputError, match=r"layers\.0\.0 .* and layers\.1\.0 .* share a part"):
+        Regions("diloco", overlap).run()
     with pytest.raises(
         InputError, match=r"layers\.3\.0 \[2, 3\] float32 is synchronized .* no longer in the model"
     ):
@@ -332,3 +339,25 @@ def test_a_state_of_a_version_that_adopted_parameters_is_loaded() -> None:
         assert "layers.1.0" not in {name for each in again.fragments for name in each.fragment.names}
 
     run_in_lockstep(2, live)
+
+
+@pytest.mark.parametrize("over", [run_in_lockstep, run_over_tcp])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_block_without_values_is_trained_with_the_others(name: str, over: Callable[..., list[Any]]) -> None:
+    """Its fragment would have no length to divide by."""
+
+    def live(index: int, link: Link) -> dict[str, Tensor]:
+        model = Blocks([START[0], START[1], torch.zeros(0)])
+        settings = {**SETTINGS[name], "fragment_pattern": "sequential", "num_fragments": 2}
+        synchronizer = Synchronizer(
+            model, from_config(OuterConfig(method=name, sync_interval=6, **settings)), link
+        )
+        for step in range(1, 14):
+            train(model, index, step)
+            synchronizer.step(0.05)
+        synchronizer.finish()
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    mine, theirs = over(2, live)
+    same(mine, theirs)
+    assert not torch.equal(mine["layers.0.0"], START[0])

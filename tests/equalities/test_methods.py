@@ -16,7 +16,7 @@ from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import codecs, merges, schedules
 from hf_cocodc.parts.codecs.base import Plain
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.info import MergeInfo, Piece
+from hf_cocodc.parts.info import MergeInfo, MergeSlice
 from hf_cocodc.parts.merges import Merge
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.resolve import check, from_config
@@ -107,12 +107,16 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
     info = dataclasses.replace(info, sent_at=3, landed_at=8)
 
     def merged(merge: Merge) -> Tensor:
-        piece = Piece(local.clone(), new_global, snapshot.clone(), torch.empty(100), sizes)
+        whole = MergeSlice(local, new_global, snapshot, sizes)
         if merge.measure is not None:
-            pairs = zip(*(each.split(sizes) for each in merge.measure(piece, info)), strict=True)
-            norms = [(float(one.norm()), float(other.norm())) for one, other in pairs]
-            piece = piece._replace(norms=norms, numels=sizes)
-        return merge.apply(piece, info).double()
+            assert merge.scales is not None
+            norms = [
+                torch.stack([part.double().norm() for part in each.split(sizes)])
+                for each in merge.measure(whole, info)
+            ]
+            scales = merge.scales(*norms, torch.tensor(sizes, dtype=torch.float64))
+            whole = whole._replace(scales=scales.unbind())
+        return merge.apply(whole, info).double()
 
     plain, ours = merged(merges.additive()), merged(merges.compensate_delay("adaptive", 0.3))
     steps = (local.double() - snapshot.double()).split(sizes)
@@ -344,9 +348,9 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
     """0.5, and 0 where at most one step is in flight; both what is done and what is said."""
     config = OuterConfig(method="streaming", **given_)
     assert settings_of(config)["mixing_alpha"] == alpha
-    piece = Piece(torch.ones(1), torch.zeros(1), torch.zeros(1), torch.empty(1), (1,))
+    whole = MergeSlice(torch.ones(1), torch.zeros(1), torch.zeros(1))
     info = MergeInfo(**dict.fromkeys(field.name for field in dataclasses.fields(MergeInfo)))  # type: ignore[arg-type]
-    assert from_config(config).merge.apply(piece, info) == pytest.approx(alpha)
+    assert from_config(config).merge.apply(whole, info) == pytest.approx(alpha)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hf_cocodc.parts.codecs.tiles import Tiled
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.parts.guard import Guard, Ordinary, Said, believed, judge
-from hf_cocodc.parts.tensors.pieces import square
+from hf_cocodc.parts.tensors.slices import square
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
@@ -181,7 +181,7 @@ def test_the_guard_does_not_take_what_feedback_has_saved_up_for_a_fault() -> Non
     for _ in range(100):
         arrivals = transfer(codec, [grad] * 2, states, fragment)
         states = [arrival.result.state for arrival in arrivals]
-        assert math.isfinite(believed(square(arrivals[0].result.mean), verdict))
+        assert math.isfinite(believed(float(square(arrivals[0].result.mean)), verdict))
         longest = max(longest, float(arrivals[0].result.mean.norm()) / norm)
     assert longest > 1.5
 

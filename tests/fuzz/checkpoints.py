@@ -201,7 +201,7 @@ def case(number: int, run: Path, whole: list[Tensor], folder: Path) -> tuple[str
         [
             each
             for each, path in folders.checkpoints(folder / f"region-{region}").items()
-            if not state.damage(path)
+            if not manifest.damage(path)
         ]
         for region in range(2)
     ]

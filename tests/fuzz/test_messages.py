@@ -10,10 +10,12 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import example, given
@@ -96,7 +98,7 @@ MINE: dict[str, Any] = {
 }
 TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret(secret("a secret of nobody"))
-FACTS = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0).to_json()
+FACTS = asdict(Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0))
 
 
 @contextlib.contextmanager
@@ -244,7 +246,7 @@ def test_lists_of_files(said: Any) -> None:
 @given(st.dictionaries(st.sampled_from([*FACTS]), PLAIN))
 def test_facts_of_a_run(changed: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):
-        facts = Facts.from_json({**FACTS, **changed})
+        facts = msgspec.convert({**FACTS, **changed}, Facts)
         assert facts.step >= 0 and all(region >= 0 for region in facts.writers)
 
 

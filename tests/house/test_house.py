@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import hf_cocodc
 
@@ -175,3 +176,29 @@ def test_importing_the_package_is_free(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'accelerate') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_every_tensor_is_made_on_a_named_device() -> None:
+    """People set `torch.set_default_device`, and mean their model: no factory here follows it.
+
+    Memory that is described otherwise (`frombuffer`, `x.new_zeros`, `zeros_like`) has its device already.
+    """
+    factories = {each.__name__ for each in _device_constructors()}
+    found = []
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+                continue
+            name, keywords = ast.unparse(node.func), {each.arg for each in node.keywords}
+            is_free = name.removeprefix("torch.") in factories and "device" not in keywords
+            if is_free or (name == "torch.Generator" and not (node.args or keywords)):
+                found.append(f"{module.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
+
+
+def test_factories_are_called_by_their_full_names() -> None:
+    """So that the test above sees them."""
+    factories = {each.__name__ for each in _device_constructors()}
+    for module in MODULES:
+        names = {name.removeprefix("torch.") for name in imports(module) if name.startswith("torch.")}
+        assert not names & factories, module

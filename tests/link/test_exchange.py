@@ -14,7 +14,7 @@ from hf_cocodc.link.exchange import Exchange
 from hf_cocodc.parts.codecs.base import Coder, Message
 from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.codecs.topk import TopK
-from hf_cocodc.parts.tensors.memory import Pool
+from hf_cocodc.parts.tensors.memory import Buffers, Home
 from tests.link.memory import connected
 
 TOPK = TopK(2, 64, Cast(torch.float32))
@@ -28,14 +28,13 @@ class Picky:
     def num_bytes(self, numel: int) -> int:
         return numel
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        encoded = values.to(torch.uint8)
-        return encoded if out is None else out.copy_(encoded)
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.uint8)
 
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
         if (payload == 255).any():
             raise IndexError("a byte of 255")
-        return payload.float() if out is None else out.copy_(payload)
+        return payload.float()
 
 
 def exchanged(
@@ -54,7 +53,7 @@ def exchanged(
 
         monkeypatch.setattr(view, "send", damaging)
         values = torch.arange(128.0) % 7
-        exchange = Exchange(view, Message(values, coder), Pool(), "fragment 0 sent at step 4")
+        exchange = Exchange(view, Message(values, coder), Home(), Buffers(), "fragment 0 sent at step 4")
         exchange.begin()
         return exchange.end(weights).mean
 
@@ -93,9 +92,13 @@ def test_a_fault_of_the_codec_here_is_nobodys(monkeypatch: pytest.MonkeyPatch) -
     """No other region is named for it."""
 
     class Broken(Picky):
-        def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-            if out is not None:
-                raise IndexError("it decodes nothing into a place")
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def decode(self, payload: Tensor, numel: int) -> Tensor:
+            self.calls += 1
+            if self.calls == 1:
+                raise IndexError("it decodes nothing at first")
             return payload.float()
 
     assert isinstance(exchanged(Broken(), 2, 5, [0.5, 0.5], monkeypatch)[0], IndexError)

@@ -61,7 +61,6 @@ def test_items_cross_as_plain_values() -> None:
         {"op": "7"},
         {"members": [0, -3]},
         {"state": []},
-        {"more": 1},
         {"op": -1},
         {"op": True},
         {"op": 1 << 60},
@@ -94,7 +93,6 @@ def test_a_damaged_entry_is_refused(change: dict[str, Any]) -> None:
         {"lost": [-1]},
         {"held": 1},
         {"step": 1.5},
-        {"more": 1},
     ],
 )
 def test_a_damaged_marker_is_refused(change: dict[str, Any]) -> None:

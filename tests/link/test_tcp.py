@@ -17,10 +17,11 @@ from hf_cocodc.coordinator.messages import Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import rules
-from hf_cocodc.link.base import Arrival, MeanRequest
+from hf_cocodc.link.base import MeanRequest
 from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs.base import Conversation
 from tests.link.memory import PATIENCE_S, Regions, at_once, wait_until
 from tests.link.training import STEPS, Died, Trained, check, method_of, train_all
 from tests.parts.test_codecs import fragment_of
@@ -78,21 +79,23 @@ def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
 
 
 def test_a_thread_that_hangs_in_an_earlier_life_ends_with_it() -> None:
-    """It is in a call's `then` while its process parts with the run and comes back: another one makes the new calls."""
+    """It is in a call while its process parts with the run and comes back: another one makes the new calls."""
     before = set(threading.enumerate())
     regions = Regions(2)
     stays, link = regions.links
     held, released = threading.Event(), threading.Event()
     hung: list[threading.Thread] = []
 
-    def hang(arrival: Arrival) -> None:
+    def hang() -> Conversation:
+        result = yield from codecs.fp32().converse(torch.ones(4), fragment_of((4,)), {})
         hung.append(threading.current_thread())
         held.set()
         released.wait(PATIENCE_S)
+        return result
 
     converse = partial(codecs.fp32().converse, torch.ones(4), fragment_of((4,)), {})
-    link.mean(MeanRequest(converse, 4, Trailer, "a mean", then=hang))
-    stays.mean(MeanRequest(converse, 4, Trailer, "a mean")).wait()
+    link.mean(MeanRequest(hang, 4, Trailer, "a mean"))
+    stays.mean(MeanRequest(converse, 4, Trailer, "a mean"))
     assert held.wait(PATIENCE_S)
     link.part_with()
     regions.begin_again(link)

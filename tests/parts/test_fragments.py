@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.parts.blocks import find_blocks
-from hf_cocodc.parts.fragments import Fragment, sequential, strided, whole
+from hf_cocodc.parts.fragments import Fragment, Pattern, sequential, strided, whole
 from tests.toys import Blocks, llama
 
 SMALL = {
@@ -106,3 +106,57 @@ def test_too_many_fragments_and_nothing_to_train_are_refused() -> None:
         strided(5)(llama())
     with pytest.raises(InputError, match="no trainable parameter"):
         whole()(llama().requires_grad_(False))
+
+
+@pytest.mark.parametrize("pattern", [strided(2), sequential(2), strided(2, split_rows=True)])
+@pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 0, 4), (0, 3, 0, 4)])
+def test_a_block_without_values_makes_no_fragment(sizes: tuple[int, ...], pattern: Pattern) -> None:
+    """Its parameters travel with others."""
+    model = Blocks([torch.zeros(size) for size in sizes])
+    fragments = pattern(model)
+    assert covered(fragments) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(fragment.numel for fragment in fragments) == [3, 4]
+
+
+def test_models_without_a_value_to_train_are_refused() -> None:
+    empty = Blocks([torch.zeros(0), torch.zeros(0)])
+    with pytest.raises(InputError, match="no trainable parameter with a value"):
+        whole()(empty)
+    with pytest.raises(InputError, match="num_fragments=2 but the model has 1 trainable blocks with values"):
+        strided(2)(Blocks([torch.zeros(3), torch.zeros(0)]))
+
+
+def test_parameters_that_overlap_in_memory_are_refused() -> None:
+    """Both are named: two fragments would have the shared values, and move them twice."""
+    model = llama()
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data[:40]
+    with pytest.raises(
+        InputError,
+        match=r"model\.embed_tokens\.weight \[64, 16\] and lm_head\.weight \[40, 16\] share a part",
+    ):
+        strided(2)(model)
+
+
+def test_views_of_one_memory_that_share_no_value_may_be_trained() -> None:
+    """The columns of a fused weight lie between each other. The same values, seen otherwise, travel once."""
+    fused = torch.zeros(6, 4)
+    columns, rows = (fused[:, :2], fused[:, 2:]), (fused[:2], fused[2:])
+    assert sum(fragment.numel for fragment in whole()(Parts(*columns))) == 24
+    assert sum(fragment.numel for fragment in whole()(Parts(*rows))) == 24
+    assert sum(fragment.numel for fragment in whole()(Parts(fused, fused.T))) == 24
+    with pytest.raises(InputError, match=r"parts\.0 \[6, 3\] and parts\.1 \[6, 2\] share a part"):
+        whole()(Parts(fused[:, :3], fused[:, 2:]))
+
+
+def test_an_expanded_parameter_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"parts\.0 \[5, 4\] .* one place in memory, .*clone\(\)"):
+        whole()(Parts(torch.zeros(4).expand(5, 4)))
+    assert whole()(Parts(torch.zeros(4).expand(1, 4)))[0].numel == 4
+
+
+class Parts(nn.Module):
+    """Parameters in the memory of these tensors."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(map(nn.Parameter, tensors))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-import operator
-import random
-import threading
-from collections import deque
+import json
+import runpy
+import sys
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -48,10 +46,17 @@ def fails(*, sync_interval: int = 1):
 def leaves():
     raise SystemExit(0)
 
+def heavy(*, sync_interval: int = 5, codec=codecs.int8()):
+    return diloco(sync_interval=sync_interval, codec=codec)
+
+def endless(*, k: float = float("inf")):
+    return codecs.topk()
+
 def half(*, k: int = 8):
     return codecs.feedback(codecs.topk(k=k))
 
 made = diloco(sync_interval=9)
+ready = codecs.feedback(codecs.topk(k=2))
 number = 5
 '''
 
@@ -59,14 +64,15 @@ number = 5
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a module, where the process runs; no module of it outlives the test."""
-    import sys
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "of_mine.py").write_text(MODULE, encoding="utf-8")
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+    forget_modules_of(tmp_path)
+
+
+def forget_modules_of(folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(folder)):
             del sys.modules[name]
 
 
@@ -112,9 +118,9 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
     assert from_config(config).codec.codec.coder.k == 4  # type: ignore[attr-defined]
     told = settings(config)
     assert (told["codec"], told["options.k"]) == ("of_mine:half", 4)
-    assert {name for name in told if name.startswith("part.")} == {"part.codec"}
+    assert {name for name in told if name.startswith("part.")} == {"part.codec", "part.codec.source"}
     fed = OuterConfig(codec="of_mine:half", error_feedback=True, options={"k": 4})
-    assert "Feedback(codec=feedback.Feedback" in str(settings(fed)["part.codec"])
+    assert "feedback.Feedback(codec=feedback.Feedback" in str(settings(fed)["part.codec"])
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,11 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
         ({"method": "of_mine:fails"}, "KeyError: 'no such thing' is not known"),
         ({"method": "of_mine:needy"}, "needs k. Give each a value"),
         ({"method": "of_mine:vague"}, r"takes \*\*settings: regions could not compare"),
+        (
+            {"method": "of_mine:heavy"},
+            "heavy' takes codec=.*Plain.*as JSON.* Take a plain value, for example a name",
+        ),
+        ({"codec": "of_mine:endless"}, "endless' takes k=inf: .* no finite number"),
         ({"method": "of mine:x"}, "must be MODULE:NAME"),
         ({"method": "of_mine:mine", "outer_lr": 1.0}, "outer_lr=1.0 has no meaning for method=of_mine:mine"),
         ({"method": "of_mine:made", "sync_interval": 2}, "It is composed already"),
@@ -173,6 +184,85 @@ def test_an_object_needs_a_name_of_its_own(name: str, words: str) -> None:
         from_config(OuterConfig(method=dataclasses.replace(diloco(), name=name)))
 
 
+def described(folder: Path, **config: Any) -> dict[str, object]:
+    """The settings of a region that runs in this folder, with the modules that are there now."""
+    with contextlib.chdir(folder):
+        said = settings(OuterConfig(**config))
+    forget_modules_of(folder)
+    return said
+
+
+REGIONS = {
+    "a function": {"method": "of_mine:mine", "options": {"k": 2}},
+    "its default": {"method": "of_mine:mine"},
+    "a method that a module makes": {"method": "of_mine:made"},
+    "a codec": {"codec": "of_mine:half", "options": {"k": 4}},
+    "a codec that a module makes": {"codec": "of_mine:ready"},
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_with_the_same_files_and_settings_are_equal(name: str, tmp_path: Path) -> None:
+    """Wherever the files are. A line that differs, anywhere in the module, is a difference; so is a setting."""
+    config, texts = REGIONS[name], {"a": MODULE, "b": MODULE, "c": MODULE.replace("number = 5", "number = 6")}
+    for folder, text in texts.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "of_mine.py").write_text(text, encoding="utf-8")
+    ours, same, changed = (described(tmp_path / folder, **config) for folder in texts)
+    assert ours == same == json.loads(json.dumps(ours))
+    assert {key for key in ours if ours[key] != changed[key]} == {
+        f"part.{'method' if 'method' in config else 'codec'}.source"
+    }
+    if "options" in config:
+        other = described(tmp_path / "a", **config | {"options": {"k": 7}})
+        assert "options.k" in {key for key in ours if ours[key] != other[key]}
+
+
+def test_the_source_is_that_of_the_module_that_defines_it(tmp_path: Path) -> None:
+    """Also if another module names it."""
+    for folder, rate in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "named.py").write_text("from inner import mine\n", encoding="utf-8")
+        text = f"from hf_cocodc.methods import diloco\nRATE = {rate}\ndef mine():\n    return diloco()\n"
+        (tmp_path / folder / "inner.py").write_text(text, encoding="utf-8")
+    ours, theirs = (described(tmp_path / folder, method="named:mine") for folder in ("a", "b"))
+    assert {key for key in ours if ours[key] != theirs[key]} == {"part.method.source"}
+
+
+SCRIPT = """
+from hf_cocodc.parts import own
+
+class Mine:
+    {word} = 1
+
+def step():
+    return [{number}, lambda: {number}]
+
+said = own.described(Mine()), own.described(step)
+"""
+
+
+@pytest.mark.parametrize("is_typed_in", [False, True])
+def test_of_a_script_the_definition_counts(is_typed_in: bool, tmp_path: Path) -> None:
+    """Not the rest of the script, in which regions may differ. Where there is no source, the function's code."""
+
+    def said(head: str, **words: Any) -> list[str]:
+        text = head + SCRIPT.format(**{"word": "a", "number": 1, **words})
+        if is_typed_in:
+            space: dict[str, Any] = {"__name__": "typed_in"}
+            exec(compile(text, f"<{head}>", "exec"), space)
+            return list(space["said"])
+        path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text, encoding="utf-8")
+        return list(runpy.run_path(str(path), run_name="__main__")["said"])
+
+    ours = said("")
+    assert said("REGION = 5\n") == ours
+    assert said("", number=2)[0] == ours[0] and said("", number=2)[1] != ours[1]
+    if not is_typed_in:
+        assert said("", word="b")[0] != ours[0]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_descriptions_are_the_same_when_the_parts_are(name: str) -> None:
     """Of two methods that are composed alike, every part has one description."""
@@ -182,48 +272,29 @@ def test_descriptions_are_the_same_when_the_parts_are(name: str) -> None:
         assert own.described(ours) == own.described(theirs), each.name
 
 
-class Chunks(list):
-    """A list of a user's own."""
-
-
-def test_what_no_words_tell_is_refused() -> None:
-    """Two of them would look alike, whatever they hold."""
-    with pytest.raises(InputError, match="cannot compare a lock"):
-        own.described(functools.partial(max, threading.Lock()))
-
-
-def test_descriptions_differ_where_parts_do(here: Path) -> None:
-    """In a number that only a function remembers, in a tensor, in an argument, and in the source of a user's module."""
+def test_descriptions_differ_where_parts_do() -> None:
+    """In a number that a function remembers, in an attribute, and in an argument, at any depth."""
     pairs: list[tuple[Any, Any]] = [
         (outer.chain(lr=outer.scale(0.5)), outer.chain(lr=outer.scale(0.25))),
-        (
-            outer.scale(lambda info: 1.0),
-            outer.scale(lambda info: 2.0),
-        ),
-        (torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])),
         (functools.partial(max, 1), functools.partial(max, 2)),
+        (functools.partial(max, key=1), functools.partial(max, key=2)),
         (schedules.every(4), schedules.staggered(4, 0)),
         ({"a": 1}, {"a": 2}),
-        (deque([1]), deque([2])),
-        (deque([1], maxlen=1), deque([1], maxlen=2)),
-        (Chunks([1]), Chunks([2])),
-        (1j, 2j),
-        (np.zeros(3), np.ones(3)),
-        (np.float32(2), np.float32(3)),
-        (torch.Size([1]), torch.Size([2])),
-        (operator.methodcaller("max", dim=0), operator.methodcaller("max", dim=1)),
-        (random.Random(1), random.Random(2)),
-        (Fraction(1, 2), Fraction(1, 3)),
+        (codecs.bf16(), codecs.fp16()),
         (codecs.topk(k=2), codecs.topk(k=3)),
+        (codecs.feedback(codecs.topk(k=2)), codecs.feedback(codecs.topk(k=3))),
+        (codecs.feedback(codecs.topk(), 0.9), codecs.feedback(codecs.topk())),
     ]
     for one, other in pairs:
         assert own.described(one) != own.described(other)
         assert own.described(one) == own.described(copy.deepcopy(one))
-    found = {}
-    for k in (1, 2):
-        (here / f"part{k}.py").write_text(f"K = {k}\ndef step():\n    return K\n", encoding="utf-8")
-        found[k] = own.described(own.found("outer.method", f"part{k}:step")).replace(f"part{k}", "part")
-    assert found[1] != found[2]
     loop: list[Any] = []
     loop.append(loop)
-    assert own.described(loop).startswith("[...] [")
+    assert own.described(loop).startswith("builtins.list(0=...) [")
+
+
+def test_a_codec_as_an_object() -> None:
+    """Its description stands for it, and may be sent."""
+    ours = settings(OuterConfig(codec=codecs.topk(k=2)))  # type: ignore[arg-type]
+    theirs = settings(OuterConfig(codec=codecs.topk(k=3)))  # type: ignore[arg-type]
+    assert json.dumps(ours) and {key for key in ours if ours[key] != theirs[key]} == {"part.codec"}

@@ -75,8 +75,8 @@ def loop(
             schedule.step()
             if saves and outer.inner_step % saves == 0:
                 accelerator.save_state(str(home / f"saved-{region}"))
-        lr, count = schedule.get_last_lr()[0], outer.inner_step
-    facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": outer.verdict, "why": outer.why}
+        lr, count, verdict = schedule.get_last_lr()[0], outer.inner_step, outer.verdict
+    facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": verdict, "why": outer.why}
     torch.save(
         {"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"{_name(region, rank)}.pt"
     )

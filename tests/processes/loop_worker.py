@@ -43,7 +43,8 @@ def with_loop(folder: Path, region: int, mode: str) -> torch.nn.Module:
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     if mode == "load first":
         accelerator.load_state(str(folder / f"region-{region}"))
-    with OuterOptimizer(accelerator, model, optimizer, CONFIG, max_steps=STEPS) as outer:
+    loaded = folder / f"region-{region}" if mode == "load first" else None
+    with OuterOptimizer(accelerator, model, optimizer, CONFIG, max_steps=STEPS, loaded=loaded) as outer:
         if mode == "load":
             accelerator.load_state(str(folder / f"region-{region}"))
         epoch, done = divmod(outer.inner_step, len(loader))

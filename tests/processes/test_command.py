@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot.checkpoint import damage
 from hf_cocodc.snapshot.folders import checkpoints
+from hf_cocodc.snapshot.manifest import damage
 from tests.processes.launching import environment
 from tests.processes.test_failures import TIMEOUT_S, start, training_processes, wait_for_step
 

@@ -16,8 +16,7 @@ from torch.distributed import TCPStore
 
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot import folders, manifest
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.ending_worker import LATE_S, STEPS, live
 from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, torch_master, wait_until
@@ -70,7 +69,7 @@ def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any
 
 def complete(folder: Path, region: int) -> list[int]:
     found = folders.checkpoints(folder / f"region-{region}")
-    return [step for step, path in found.items() if state.damage(path) is None]
+    return [step for step, path in found.items() if manifest.damage(path) is None]
 
 
 def has_come_to(step: int, journal: Path) -> bool:

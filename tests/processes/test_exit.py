@@ -108,8 +108,11 @@ def test_a_script_ends_well_whatever_its_threads_do(script: str) -> None:
 UNCAUGHT = """
     import sys
     from hf_cocodc import RunLeft, RunStopped
+    from hf_cocodc.errors import spare_traceback
 
     sys.excepthook = lambda kind, error, trace: print("another hook has", error)
+    spare_traceback()
+    spare_traceback()
     raise {error}
 """
 
@@ -147,16 +150,22 @@ SIGNALED = """
             outer.step()
             if outer.inner_step == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
-        assert outer.verdict == "stop"
-        raise RunStopped(f"stopped at step {outer.inner_step}: {outer.why}")
+{end}
 """
+ENDS = {
+    "inside the block": ("        raise RunStopped(outer.verdict)", "stop\n"),
+    "behind it": ("        verdict = outer.verdict\n    raise RunStopped(verdict)", "stop\n"),
+    "nowhere": ("", "inside the with block, and resume from there later.\n"),
+}
 
 
 @pytest.mark.slow
-def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
-    """As the documentation shows it."""
+@pytest.mark.parametrize("where", ENDS)
+def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence(where: str) -> None:
+    """As the documentation shows it, and if the script does not notice."""
+    end, said = ENDS[where]
     ended = subprocess.run(
-        [sys.executable, "-c", dedent(SIGNALED)],
+        [sys.executable, "-c", dedent(SIGNALED.format(end=end))],
         env=environment(),
         capture_output=True,
         text=True,
@@ -164,7 +173,7 @@ def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
     )
     assert ended.returncode == 3, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.endswith("\nstopped at step 8: region 0 was interrupted (SIGTERM)\n"), ended.stderr
+    assert ended.stderr.endswith(said), ended.stderr
 
 
 ABORTS = """

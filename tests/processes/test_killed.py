@@ -12,9 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot.checkpoint import COMPLETE, damage
+from hf_cocodc.snapshot.checkpoint import COMPLETE
 from hf_cocodc.snapshot.checkpoint import read as read_state
 from hf_cocodc.snapshot.folders import checkpoints
+from hf_cocodc.snapshot.manifest import damage
 from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of

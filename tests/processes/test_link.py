@@ -25,12 +25,14 @@ from hf_cocodc.net import connection, pacing, wire
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.wire import connections_for
 from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs import base
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
-from hf_cocodc.parts.tensors.memory import Pool
+from hf_cocodc.parts.tensors.flat import moved
+from hf_cocodc.parts.tensors.memory import Home
 from tests.far import FAR
 from tests.link.memory import linked
 from tests.secret import secret
@@ -179,27 +181,47 @@ def meet(link: Link, fragment: Fragment = FRAGMENT) -> Arrival:
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
+def test_frames_cover_a_payload_and_load_all_connections_alike(connections: int) -> None:
+    """In order, without gaps, none too large, and enough of them for every connection."""
+    for size in (1, 100, 300_007, 9_000_001):
+        payload = torch.arange(size) % 251
+        cut = exchange.frames(payload.to(torch.uint8), connections)
+        assert [place for place, _ in cut] == list(range(len(cut)))
+        assert torch.equal(torch.cat([frame for _, frame in cut]), payload.to(torch.uint8))
+        sizes = [frame.numel() for _, frame in cut]
+        assert max(sizes) <= exchange.LARGEST
+        assert len(cut) >= min(connections, size // exchange.SMALLEST)
+        loads = [sum(sizes[index::connections]) for index in range(connections)]
+        if (
+            size >= connections * exchange.SMALLEST
+        ):  # the kernel gives each connection an equal share of the limit
+            assert max(loads) - min(loads) <= len(cut)
+
+
+@pytest.mark.parametrize("num_regions", [2, 3])
 @pytest.mark.parametrize(
     "coder",
     [Cast(torch.float32), Integers(8, 256), Integers(4, 64), Float4(32), TopK(7, 128, Integers(4, 7 * 2))],
     ids=["fp32", "int8", "int4", "fp4", "topk"],
 )
-def test_pieces_cover_a_part_and_cost_no_byte_more(coder: Coder, connections: int) -> None:
-    """In order, without gaps, cut where blocks end, and enough of them for every connection."""
-    for start, stop in ((0, 0), (0, 1), (256, 300_007), (0, 9_000_001)):
-        cut = list(exchange.pieces(slice(start, stop), coder, connections))
-        assert [piece.stop for piece in cut[:-1]] == [piece.start for piece in cut[1:]]
-        assert [cut[0].start, cut[-1].stop] == [start, stop] if cut else start == stop
-        assert all((piece.start - start) % coder.block == 0 for piece in cut)
-        sizes = [coder.num_bytes(piece.stop - piece.start) for piece in cut]
-        assert sum(sizes) == coder.num_bytes(stop - start)
-        assert max(sizes, default=0) <= max(exchange.LARGEST, coder.num_bytes(2 * coder.block))
-        assert len(cut) >= min(connections, sum(sizes) // exchange.SMALLEST)
-        loads = [sum(sizes[index::connections]) for index in range(connections)]
-        if (
-            sum(sizes) >= connections * exchange.SMALLEST
-        ):  # the kernel gives each connection an equal share of the limit
-            assert max(loads) - min(loads) <= 2 * len(cut) * coder.num_bytes(2 * coder.block) / connections
+def test_slices_cover_a_message_and_cost_no_byte_more(
+    coder: Coder, num_regions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, without gaps, and cut where blocks end; one region averages each if they are scattered."""
+    monkeypatch.setattr(base, "SLICE", 10_000)
+    for numel in (0, 1, 256, 300_007):
+        of_regions = base.slices(coder, numel, num_regions)
+        cut = (
+            of_regions[0]
+            if base.swaps_whole(coder, num_regions)
+            else [part for each in of_regions for part in each]
+        )
+        assert [part.stop for part in cut[:-1]] == [part.start for part in cut[1:]]
+        assert [cut[0].start, cut[-1].stop] == [0, numel] if cut else numel == 0
+        assert all(part.start % coder.block == 0 for part in cut)
+        assert all(part.stop - part.start <= max(10_000, 2 * coder.block) for part in cut)
+        sizes = [coder.num_bytes(part.stop - part.start) for part in cut]
+        assert sum(sizes) == coder.num_bytes(numel)
 
 
 @pytest.mark.parametrize(
@@ -298,65 +320,62 @@ def test_a_late_region_does_not_count_for_the_link() -> None:
         assert seconds <= last_ended - last_came
 
 
-def test_memory_that_is_handed_back_is_used_again() -> None:
-    """A round's mean lies where that of the round before lay; one that is still in use is left alone."""
-
-    def body(region: int, link: TcpLink) -> list[int]:
-        first, second = meet(link).result.mean, meet(link).result.mean
-        link.give(first)
-        link.give(torch.empty_like(first))  # what the link has not lent it does not keep
-        third, fourth = meet(link).result.mean, meet(link).result.mean
-        assert len({mean.data_ptr() for mean in (second, third, fourth)}) == 3
-        return [mean.data_ptr() for mean in (first, second, third)]
-
-    for first, second, third in run_over_tcp(2, body):
-        assert third == first != second
-
-
 @pytest.mark.parametrize(
     "codec", [codecs.fp32(), codecs.feedback(codecs.lowrank(4))], ids=["fp32", "lowrank"]
 )
-def test_means_come_home(codec: Codec) -> None:
-    """Into the memory where they are wanted, on a device: the bits that they have on the host, in one place that is used
-    again; what the link needs for them on the host is handed back as well."""
+def test_means_are_made_where_the_values_are(codec: Codec) -> None:
+    """On a device, or at rest on the host and computed with on a device: the bits of the host in each case."""
 
-    def body(home: Pool, link: TcpLink) -> tuple[list[torch.Tensor], set[Any]]:
-        link.bring_to(home)
-        state, means, places = codec.init(FRAGMENT), [], set()
+    def body(home: Home, link: TcpLink) -> list[torch.Tensor]:
+        place = home.rest if isinstance(codec, Plain) else home.device
+        state, means = moved(codec.init(FRAGMENT), place), []
         for step in range(4):
             seed = torch.Generator().manual_seed(10 * link.region + step)
-            converse = partial(codec.converse, torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
-            result = link.mean(MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            values = torch.randn(FRAGMENT.numel, generator=seed).to(place)
+            converse = partial(codec.converse, values, FRAGMENT, state)
+            request = MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}", home=home)
+            result = link.mean(request).wait().result
             state = result.state
+            assert result.mean.device == place
             means.append(result.mean.cpu().clone())
-            places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
-            link.give(result.mean)
-        kept = link._memory.buffers._spare.get(torch.float32, [])
-        assert sum(each.numel() for each in kept) == FRAGMENT.numel * isinstance(codec, Plain)
-        return means, places
+            home.give(result.mean)
+        return means
 
-    away = run_over_tcp(2, lambda _, link: body(Pool(device=FAR), link))
-    home = run_over_tcp(2, lambda _, link: body(Pool(), link))
-    for (there, places), (here, _) in zip(away, home, strict=True):
-        assert [device for device, _ in places] == [FAR]
-        torch.testing.assert_close(there, here, atol=0, rtol=0)
+    on_host = run_over_tcp(2, lambda _, link: body(Home(), link))
+    for home in (Home(FAR), Home(FAR, rests_on_host=True)):
+        found = run_over_tcp(2, lambda _, link, home=home: body(home, link))
+        torch.testing.assert_close(found, on_host, atol=0, rtol=0)
 
 
-def test_the_links_memory_does_not_grow() -> None:
-    """A codec that makes its mean from other messages' means has nothing to hand back, whatever their addresses were."""
+def test_memory_that_is_handed_back_is_used_again() -> None:
+    """By means of the same length; what a codec has made itself does not let the memory grow."""
     codec = codecs.feedback(codecs.lowrank(4))
 
     def body(region: int, link: TcpLink) -> int:
-        state = codec.init(FRAGMENT)
+        home, state = Home(), codec.init(FRAGMENT)
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
             converse = partial(codec.converse, values, FRAGMENT, state)
-            result = link.mean(MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            request = MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}", home=home)
+            result = link.mean(request).wait().result
             state = result.state
-            link.give(result.mean)
-        return sum(spare.numel() for spare in link._memory.buffers._spare.get(torch.float32, []))
+            home.give(result.mean)
+        return home.buffers.spare_bytes
 
-    assert run_over_tcp(2, body) == [0, 0]
+    def plain(region: int, link: TcpLink) -> list[int]:
+        home, places = Home(), []
+        for step in range(3):
+            values = torch.ones(FRAGMENT.numel)
+            converse = partial(codecs.fp32().converse, values, FRAGMENT, {})
+            request = MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}", home=home)
+            mean = link.mean(request).wait().result.mean
+            places.append(mean.data_ptr())
+            home.give(mean)
+        return places
+
+    assert max(run_over_tcp(2, body)) <= 8 * FRAGMENT.numel
+    for places in run_over_tcp(2, plain):
+        assert len(set(places)) == 1
 
 
 @pytest.mark.slow

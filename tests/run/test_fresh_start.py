@@ -142,7 +142,7 @@ def test_losses_far_above_what_they_were_stop_all_regions(tmp_path: Path) -> Non
         while outer.inner_step < 40 and not outer.should_stop:
             model.vectors()[0].data.add_(1e-3)
             outer.step(3.0 if outer.inner_step < 20 else 9.5)
-        outer.finish()
+        outer.end()
         return outer, len(outer.synchronizer.fragments[0].losses)
 
     for outer, remembered in run_in_lockstep(2, body):
@@ -171,7 +171,7 @@ def moved(
             step = outer.inner_step + 1
             model.vectors()[0].data.add_(1e-3 * factor(region, step))
             outer.step(loss(step), tokens=100 + region)
-        outer.finish()
+        outer.end()
         return outer
 
     return run_in_lockstep(2, body)

@@ -17,8 +17,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.folders import point
 from tests.run.test_resuming import STEPS, checkpoint_of, make, weights_of
 
@@ -214,4 +213,4 @@ def test_a_disk_without_links_is_said(
     with caplog.at_level(logging.WARNING):
         simulate(lambda region, link: make(tmp_path, link, max_steps=4, save_steps=4).train(), regions=1)
     assert "Operation not supported): get_last_checkpoint does not find them there" in caplog.text
-    assert not state.damage(checkpoint_of(tmp_path, 0, 4))
+    assert not manifest.damage(checkpoint_of(tmp_path, 0, 4))

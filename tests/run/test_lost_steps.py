@@ -1,8 +1,9 @@
-"""Settings whose landings throw inner steps away are said."""
+"""Settings whose landings throw inner steps away are said, and steps that a region has not trained."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.link.lockstep import loopback
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback, run_in_lockstep
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import lost_steps
+from hf_cocodc.run.journal import read
+from tests.toys import Blocks
 
 LONG = {"method": "streaming", "sync_interval": 20, "overlap_steps": 13}
 
@@ -46,3 +50,24 @@ def test_a_run_warns_of_them(alpha: float | None, warns: bool, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "hf_cocodc"):
         OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, link=loopback()).close()
     assert ("each landing throws away" in caplog.text) == warns
+
+
+def test_all_regions_know_what_one_has_trained_that_only_keeps_step(tmp_path: Path) -> None:
+    """Region 1 has come to its end after step 3; its transfer of step 4 says so."""
+
+    def body(region: int, link: Link) -> None:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.ones(3)])
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        config, journal = OuterConfig(sync_interval=2), tmp_path / f"{region}.jsonl"
+        with OuterOptimizer(accelerator, model, optimizer, config, link=link, journal=journal) as outer:
+            while outer.inner_step < (3 if region else 6) and not outer.should_stop:
+                accelerator.backward(model.vectors()[0].sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+
+    run_in_lockstep(2, body)
+    for region in (0, 1):
+        landings = [event for event in read(tmp_path / f"{region}.jsonl") if event["kind"] == "land"]
+        assert [(event["sent_at"], event.get("coasted")) for event in landings] == [(2, None), (4, {"1": 3})]

@@ -37,7 +37,7 @@ from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
 from tests.processes.worker import Tokens
 from tests.snapshot.test_checkpoints import SETTINGS
@@ -206,7 +206,7 @@ def test_trainers_own_checkpoint_after_sigterm(tmp_path: Path) -> None:
         trainer.train()
     signal.signal(signal.SIGTERM, before)
     assert trainer.state.global_step < STEPS
-    assert all(state.damage(path) is None for path in folders.checkpoints(tmp_path / "region-0").values())
+    assert all(manifest.damage(path) is None for path in folders.checkpoints(tmp_path / "region-0").values())
     again = trainer_of()
     again.train(resume_from_checkpoint=True)
     assert torch.equal(params_of(again.model), params_of(whole.model))
@@ -222,7 +222,7 @@ def test_an_interruption_stops_all_regions_with_a_checkpoint_to_go_on_from(tmp_p
 
     step = stopped(tmp_path / "run", 6)
     assert 6 <= step <= 6 + 2 * H
-    assert all(state.damage(checkpoint_of(tmp_path / "run", region, step)) is None for region in range(2))
+    assert all(manifest.damage(checkpoint_of(tmp_path / "run", region, step)) is None for region in range(2))
     ours = weights_of(resumed(tmp_path / "run", save_strategy="no"))
     theirs = weights_of(simulate(whole, regions=2))
     assert torch.equal(torch.stack(ours), torch.stack(theirs))
@@ -251,7 +251,7 @@ def test_early_stopping_in_one_region(policy: str, ends: str, tmp_path: Path) ->
     assert (step == STEPS) == (ends == "max_steps")
     assert torch.equal(weights, other_weights) == (ends != "stop")
     if ends == "stop":
-        assert all(state.damage(checkpoint_of(tmp_path, region, step)) is None for region in range(2))
+        assert all(manifest.damage(checkpoint_of(tmp_path, region, step)) is None for region in range(2))
 
 
 def test_a_stop_decided_by_an_evaluation(tmp_path: Path) -> None:
@@ -526,10 +526,9 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(found["local"], found["after"])
         assert not torch.equal(found["local"], found["global"])
         checkpoint = checkpoint_of(tmp_path, region, 7)
-        for folder in (checkpoint, checkpoint / "global", tmp_path / f"saved-{region}"):
+        for folder in (checkpoint, tmp_path / f"saved-{region}"):
             model = AutoModelForCausalLM.from_pretrained(folder)
             assert torch.equal(params_of(model), found["global"]), folder
-        assert (checkpoint / "model.safetensors").samefile(checkpoint / "global" / "model.safetensors")
         restore(model, checkpoint / weights_file(), kept(model))
         assert torch.equal(params_of(model), found["local"])
         numpy.testing.assert_array_equal(found["logits"], found["expected"])

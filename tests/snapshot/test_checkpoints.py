@@ -22,7 +22,7 @@ from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
 from tests.methods import small
 from tests.toys import Blocks, Region
@@ -148,7 +148,10 @@ def checkpoint(tmp_path: Path) -> Path:
 def resume(
     checkpoint: Path, name: str = "streaming", start: Sequence[Tensor] = START, **settings: Any
 ) -> None:
-    """Build a region from the checkpoint."""
+    """Build a region from the checkpoint, unless it is damaged."""
+    wrong = manifest.damage(checkpoint)
+    if wrong is not None:
+        raise CheckpointError(wrong)
     config = OuterConfig(method=name, sync_interval=H, **{**SETTINGS[name], **settings})
 
     def body(index: int, link: Link) -> None:
@@ -158,7 +161,7 @@ def resume(
 
 
 def test_a_whole_checkpoint_is_read(checkpoint: Path) -> None:
-    assert state.damage(checkpoint) is None
+    assert manifest.damage(checkpoint) is None
     resume(checkpoint)
 
 
@@ -271,12 +274,13 @@ def test_a_folder_that_is_not_there_is_no_half_written_checkpoint(tmp_path: Path
         resume(tmp_path / "checkpoint-4")
 
 
-@pytest.mark.parametrize(("more", "other"), [(1, "a newer"), (-1, "the older")])
-def test_another_format_is_refused(checkpoint: Path, more: int, other: str) -> None:
-    mark, number = checkpoint / state.COMPLETE, state.FORMAT + more
+@pytest.mark.parametrize(("number", "other"), [(state.FORMAT + 1, "a newer"), (1, "the older")])
+def test_another_format_is_refused(checkpoint: Path, number: int, other: str) -> None:
+    mark = checkpoint / state.COMPLETE
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": number}))
     with pytest.raises(
-        CheckpointError, match=f"its format is {number}, this hf_cocodc reads {state.FORMAT}; install {other}"
+        CheckpointError,
+        match=f"its format is {number}, this hf_cocodc reads 2 to {state.FORMAT}; install {other}",
     ):
         resume(checkpoint)
 
@@ -338,8 +342,8 @@ def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match="No space left on device"):
         state.write(checkpoint.parent / "checkpoint-8", saved)
     assert not list(checkpoint.parent.rglob("*.half"))
-    assert state.damage(checkpoint) is None
-    assert state.damage(checkpoint.parent / "checkpoint-8") is not None
+    assert manifest.damage(checkpoint) is None
+    assert manifest.damage(checkpoint.parent / "checkpoint-8") is not None
 
 
 def test_a_rank_without_an_engine_reads_no_values(checkpoint: Path) -> None:

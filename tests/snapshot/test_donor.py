@@ -26,7 +26,7 @@ from hf_cocodc.net.keys import Keys, ciphers
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.pairs import Stream
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import donor, folders, frames
+from hf_cocodc.snapshot import donor, folders, frames, manifest
 from hf_cocodc.snapshot import receive as receiving
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file
@@ -163,7 +163,7 @@ def test_a_base_arrives_whole(sealed: Donation, tmp_path: Path) -> None:
     with received(sealed, tmp_path) as base:
         folder = base.received.folder
         assert base.received == (folder, 0, 3, RUN, STARTED)
-        assert state.damage(folder) is None
+        assert manifest.damage(folder) is None
         assert folders.checkpoints(tmp_path / "region-2") == {}
         saved = state.read(folder)
         assert saved.facts.taken_over
@@ -478,7 +478,7 @@ def test_a_member_that_gives_no_base_is_named(tmp_path: Path) -> None:
         lost.base_of(ZERO, tmp_path)
 
 
-NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "trees/x.json"]
+NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pkl", "cocodc/COMPLETE", "rng_state.pth"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,8 +18,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
-from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.durable import saving
 from hf_cocodc.training import train
 from hf_cocodc.training.simulation import simulate
@@ -59,7 +58,7 @@ def test_trainers_part_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(CheckpointError, match=r"checkpoint-4 could not be saved: .*make room or change"):
         simulate(body, regions=1)
-    assert state.damage(checkpoint_of(tmp_path, 0, 2)) is None
+    assert manifest.damage(checkpoint_of(tmp_path, 0, 2)) is None
     assert not checkpoint_of(tmp_path, 0, 4).exists()
 
 

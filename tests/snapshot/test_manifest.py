@@ -18,11 +18,9 @@ from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import durable, folders, manifest
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.durable import sha256_of_all
-from hf_cocodc.snapshot.export import put_into_folder
-from hf_cocodc.snapshot.files import take_over
 from hf_cocodc.snapshot.resume import Inventory, Start, checkpoint_to_resume, settle_in
 
 FILES = (
@@ -35,11 +33,7 @@ FILES = (
     "cocodc/global-lane0.safetensors",
     "cocodc/local-lane0.safetensors",
     "config.json",
-    "global/model.safetensors",
-    "global/config.json",
-    "global/README.md",
 )
-"""In format 2 the files of the global model have two names; the others are what a resume reads."""
 
 
 def put(path: Path, content: bytes) -> None:
@@ -67,27 +61,25 @@ def whole(checkpoint: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "adapter_model/adapter_model.safetensors",
-        "merged/model.safetensors",
-        "meta.pt",
-        "notes.bin",
-        "global/adapter_model.safetensors",
-    ],
+    ["adapter_model/adapter_model.safetensors", "merged/model.safetensors", "meta.pt", "notes.bin"],
 )
 def test_a_file_that_no_resume_reads_may_be_added(checkpoint: Path, name: str) -> None:
     put(checkpoint / name, b"the user's")
     assert manifest.damage(checkpoint) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "model.safetensors", "global/README.md", "global/model.safetensors"]
-)
-def test_a_file_that_no_resume_reads_may_change(checkpoint: Path, name: str) -> None:
-    put(checkpoint / name, b"edited by its user")
+def test_a_card_may_change(checkpoint: Path) -> None:
+    put(checkpoint / "README.md", b"edited by its user")
     assert manifest.damage(checkpoint) is None
-    (checkpoint / name).unlink()
+    (checkpoint / "README.md").unlink()
     assert manifest.damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_changed_global_model_is_damage(checkpoint: Path, name: str) -> None:
+    """A region that takes the checkpoint over would have it."""
+    put(checkpoint / name, b"other")
+    assert str(manifest.damage(checkpoint)).startswith(f"{name} has changed since it was saved")
 
 
 @pytest.mark.parametrize(
@@ -126,33 +118,7 @@ def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> Non
         next(iter(content["files"].values())).pop("sha256" if "hash" in lacking else "bytes")
         content["sha256"] = manifest._sha256(content)
     (checkpoint / manifest.COMPLETE).write_text(json.dumps(content))
-    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (KeyError")
-
-
-def test_a_file_with_two_names_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("model.safetensors", "cocodc/state.json"):
-        put(tmp_path / "checkpoint-4" / name, b"saved")
-    put_into_folder(tmp_path / "checkpoint-4")
-    hashed, sha256 = [], durable.sha256
-    monkeypatch.setattr(durable, "sha256", lambda path: [hashed.append(path), sha256(path)][1])
-    manifest.write(tmp_path / "checkpoint-4", run=7)
-    assert sorted(path.name for path in hashed) == ["model.safetensors", "state.json"]
-    files = manifest.read(tmp_path / "checkpoint-4").files
-    assert files["model.safetensors"] == files["global/model.safetensors"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "global/model.safetensors", "global/config.json"])
-def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -> None:
-    """Only its weights and configs are compared."""
-    assert manifest.damage_of_export(checkpoint) is None
-    put(checkpoint / "global/README.md", b"edited by its user")
-    assert manifest.damage_of_export(checkpoint) is None
-    put(checkpoint / name, b"other")
-    wrong = manifest.damage_of_export(checkpoint)
-    assert wrong is not None
-    assert wrong.startswith(f"{name} has changed since it was saved")
-    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved.*Restore it"):
-        run_in_lockstep(1, lambda region, link: take_over(link, checkpoint, [region], run=7))
+    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])
@@ -202,42 +168,23 @@ def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None
     assert holding_nothing_else(whole.parent) == 4
 
 
-def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
-    """A run that had checkpoints does not start anew by itself; one that was ended before its first does."""
-    folders.begin_run(whole.parent, 8, unsaved=True)
-    assert holding_nothing_else(whole.parent) == 0
-    folders.begin_run(whole.parent, 8)
-    with pytest.raises(
-        CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
-    ):
-        holding_nothing_else(whole.parent)
-
-
-def test_a_kill_before_seal_has_ended_loses_no_checkpoint(whole: Path) -> None:
-    """The first one of a run is complete, and the folder still says that the run has none."""
-    folders.begin_run(whole.parent, 7, unsaved=True)
-    assert holding_nothing_else(whole.parent) == 4
-    state.seal(whole)
-    assert not folders.is_unsaved(whole.parent)
-
-
-def test_a_run_that_starts_once_more_gives_its_checkpoints_up_first(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
+def test_checkpoints_of_another_run_are_not_resumed_from(
+    whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kill in between leaves none that would count in the folder of an unsaved run."""
-
-    def killed(folder: Path, run: int, unsaved: bool) -> None:
-        raise InterruptedError
-
-    folders.begin_run(whole.parent, 7)
-    with monkeypatch.context() as during:
-        during.setattr(folders, "begin_run", killed)
-        with pytest.raises(InterruptedError):
-            settle_in(whole.parent, 99, Start(None, 7), step=0, region=0)
+    """The run that writes there now was ended before its first one: it begins once more."""
+    folders.begin_run(whole.parent, 8)
     assert holding_nothing_else(whole.parent) == 0
-    manifest.write(whole, run=7)
+    assert "is of an earlier run in this folder; give its path to continue that run" in caplog.text
     settle_in(whole.parent, 99, Start(None), step=0, region=0)
     assert manifest.is_sealed(whole), "it is of another run than 99"
+
+
+def test_later_checkpoints_of_the_run_are_given_up(whole: Path) -> None:
+    folders.begin_run(whole.parent, 7)
+    settle_in(whole.parent, 99, Start(whole, 7), step=4, region=0)
+    assert manifest.is_sealed(whole)
+    settle_in(whole.parent, 99, Start(whole, 7), step=2, region=0)
+    assert holding_nothing_else(whole.parent) == 0
 
 
 def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) -> None:
@@ -258,7 +205,7 @@ def test_a_region_that_lists_a_damaged_checkpoint_again_ends_the_search(
         def __setitem__(self, step: int, wrong: str) -> None:
             pass
 
-    monkeypatch.setattr(state, "damage", lambda path: "its disk says so")
+    monkeypatch.setattr(manifest, "damage", lambda path: "its disk says so")
 
     def body(region: int, link: Link) -> None:
         Inventory(link, Accelerator(), whole.parent, _damaged=Forgets()).choose()
@@ -275,7 +222,7 @@ def test_checkpoints_of_two_runs_at_two_paths_are_refused(whole: Path, tmp_path:
         run_in_lockstep(
             2,
             lambda region, link: checkpoint_to_resume(
-                link, Accelerator(), tmp_path / f"region-{region}", str((whole, other)[region])
+                link, Accelerator(), tmp_path / "run" / f"region-{region}", str((whole, other)[region])
             ),
         )
 

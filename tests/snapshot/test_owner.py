@@ -13,6 +13,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import manifest
 from hf_cocodc.snapshot.folders import claim
 from tests.run.test_loaded import Loop
 
@@ -45,7 +46,7 @@ def test_two_regions_do_not_save_into_one_folder(named: bool, first: int, tmp_pa
         f"each other. Nothing was written. Give every region a folder of its own, for example {own}."
     }
     checkpoint = folder if named else folder / "checkpoints" / "checkpoint_0"
-    assert state.damage(checkpoint) is None
+    assert manifest.damage(checkpoint) is None
     assert state.facts_of(checkpoint).region == first
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import files, folders, local_weights
+from hf_cocodc.snapshot import files, folders, local_weights, manifest
 from hf_cocodc.snapshot import files as take_over
-from hf_cocodc.snapshot.export import put_into_folder
 from tests.snapshot.test_checkpoints import FACTS
 
 RUN = 7
@@ -43,7 +42,6 @@ def checkpoint(tmp_path: Path) -> Path:
     save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
     (folder / "config.json").write_text("{}")
     torch.save({"a": 1}, folder / "training_args.bin")
-    put_into_folder(folder)
     torch.save(ADAM, folder / "optimizer.pt")
     torch.save({"last_epoch": 3, "_last_lr": [1e-3], "lr_lambdas": [None]}, folder / "scheduler.pt")
     torch.save({"python": [1, 2]}, folder / "rng_state.pth")
@@ -75,17 +73,17 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With subfolders of global/; without local weights and random numbers; and no pickle was on the way."""
+    """With the global model's subfolders; without local weights and random numbers."""
     traveled: set[str] = set()
     travel = take_over._travel
 
     def look(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
-        traveled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
+        traveled.update(files)
         travel(link, source, files, into)
 
     monkeypatch.setattr(take_over, "_travel", look)
     own = taken_over(checkpoint)
-    assert state.damage(own) is None
+    assert manifest.damage(own) is None
     assert folders.unusable(own) is None
     assert state.facts_of(own).taken_over
     assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
@@ -93,10 +91,8 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
     assert torch.equal(load_file(own / "extra" / "adapter_model.safetensors")["weight"], WEIGHTS["weight"])
     assert not (own / "rng_state.pth").exists()
-    assert not (own / "trees").exists()
-    assert traveled
-    zip_or_pickle = ("504b", "8002", "8003", "8004", "8005")
-    assert not [name for name in traveled if name.startswith(zip_or_pickle)]
+    assert {"optimizer.pt", "cocodc/state.json"} < traveled
+    assert not {"rng_state.pth", "training_args.bin"} & traveled
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
 
 
@@ -126,20 +122,8 @@ def test_a_state_of_strided_tensors_arrives(tmp_path: Path) -> None:
     optimizer.step()
     state = optimizer.state_dict()
     assert not state["state"][0]["exp_avg"].is_contiguous()
-    files.write_tree(state, tmp_path / "optimizer.pt")
-    files._put_together(tmp_path / "optimizer.pt", tmp_path / "own.pt")
-    assert same(torch.load(tmp_path / "own.pt", weights_only=True), state)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [torch.eye(3).to_sparse(), WEIGHTS["weight"].detach(), object()],
-    ids=["sparse", "shared", "neither tensor nor number"],
-)
-def test_a_state_that_cannot_travel_is_refused(other: Any, tmp_path: Path) -> None:
-    """With an error that a donor expects: its own training goes on."""
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be sent to another region: "):
-        files.write_tree({"state": [WEIGHTS["weight"], other]}, tmp_path / "optimizer.pt")
+    files.write_state(state, tmp_path / "optimizer.pt")
+    assert same(torch.load(tmp_path / "optimizer.pt", weights_only=True), state)
 
 
 class Evil:
@@ -152,22 +136,34 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_a_pickle_that_was_not_saved_is_not_opened(checkpoint: Path, tmp_path: Path, is_listed: bool) -> None:
-    """FSDP2's folders have one. Only the list of what was saved, with hashes, shows that it is ours."""
-    if is_listed:
-        torch.save({"optimizer": {}}, tmp_path / "whole.pt")
-        torch_save_to_dcp(tmp_path / "whole.pt", checkpoint / "optimizer_0")
-        state.seal(checkpoint)
-    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
-    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
-    with pytest.raises(CheckpointError, match="optimizer_0 is not opened: optimizer_0/.metadata"):
-        taken_over(checkpoint)
+@pytest.mark.parametrize("kind", ["another pickle", "no pickle", "not even that"])
+def test_a_state_that_cannot_travel_is_refused(kind: str, tmp_path: Path) -> None:
+    """With an error that a donor expects: its own training goes on."""
+    other = {
+        "another pickle": Evil(tmp_path / "done"),
+        "no pickle": lambda: 0,
+        "not even that": threading.Lock(),
+    }
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be sent to another region: "):
+        files.write_state({"state": [WEIGHTS["weight"], other[kind]]}, tmp_path / "optimizer.pt")
     assert not (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("told", [b"[]", b"{", b'{"trees/x": -1}', b'{"config.json": true}', b"[" * 99_999])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "cocodc/optimizer_0.pt"])
+@pytest.mark.parametrize("content", ["another pickle", "cut", "empty"])
+def test_a_state_from_another_region_runs_no_code(name: str, content: str, tmp_path: Path) -> None:
+    """It is refused, and nothing of it remains for Trainer to load."""
+    (tmp_path / "checkpoint-3" / "cocodc").mkdir(parents=True)
+    path = tmp_path / "checkpoint-3" / name
+    torch.save({"state": Evil(tmp_path / "done")} if content == "another pickle" else ADAM, path)
+    path.write_bytes(path.read_bytes()[: {"another pickle": None, "cut": -300, "empty": 0}[content]])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.make_own(tmp_path / "checkpoint-3")
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("told", [b"[]", b"{", b'{"x.json": -1}', b'{"config.json": true}', b"[" * 99_999])
 def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
     """Whatever comes in its place; and a file that is shorter than was told."""
     with pytest.raises(LinkError, match="does not say which files it sends"):
@@ -188,22 +184,31 @@ def test_a_file_of_another_length_than_was_told_is_refused(tmp_path: Path) -> No
     assert not into.exists()
 
 
+def test_what_a_user_has_added_stays(checkpoint: Path) -> None:
+    (checkpoint / "merged").mkdir()
+    save_file(WEIGHTS, checkpoint / "merged" / "model.safetensors")
+    assert not (taken_over(checkpoint) / "merged").exists()
+
+
 def test_what_is_not_trained_travels(checkpoint: Path) -> None:
     """Of the local weights: buffers and frozen weights. No digest goes with them, for local weights are then the global ones."""
     own = taken_over(checkpoint)
     assert set(load_file(own / local_weights.weights_file())) == {"buffer"}
     assert state.read(checkpoint).weights
     assert not state.read(own).weights
-    assert (own / "model.safetensors").samefile(own / "global" / "model.safetensors")
 
 
 NAMES = [
     "/tmp/evil.json",
     "../evil.json",
-    "global/../../evil.json",
-    "optimizer.pt",
+    "extra/../../evil.json",
+    "cocodc/other.json",
+    "training_args.bin",
+    "rng_state.pth",
+    "optimizer.pkl",
+    "optimizer_0/.metadata",
     "cocodc/COMPLETE",
-    "trees/x.json",
+    "cocodc/run",
 ]
 
 

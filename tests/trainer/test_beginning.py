@@ -12,8 +12,11 @@ from datasets import IterableDataset
 from transformers import Trainer, get_scheduler
 
 from hf_cocodc import CoCoDCCallback, simulate
-from hf_cocodc.errors import HandshakeError, RunStopped
+from hf_cocodc.errors import CheckpointError, HandshakeError, RunStopped
 from hf_cocodc.link.base import Link
+from hf_cocodc.run.starting import Beginning, Habits
+from hf_cocodc.snapshot.receive import Received
+from hf_cocodc.trainer.beginning import told
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At, callback_of, config, make
 from tests.toys import params_of
@@ -156,3 +159,16 @@ def test_an_evaluation_that_needs_no_other_region_may_take_place_in_one(tmp_path
         return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
     assert simulate(body, regions=2) == [[0, 2, 4], []]
+
+
+@pytest.mark.parametrize(
+    "said", [[100, False], [100.5, False, 7], ["100", False, 7], 100, {"max_steps": 100}]
+)
+def test_what_a_donor_says_of_the_start_is_checked(said: Any, tmp_path: Path) -> None:
+    received = Received(tmp_path, 2, 4, 7, {"Beginning": said})
+    with pytest.raises(CheckpointError, match="region 2 sends a base without what the regions agreed on"):
+        told(received, Beginning)
+    assert told(received, Habits) == {}
+    assert told(received._replace(started={"Beginning": [9, True, 7]}), Beginning) == {
+        2: Beginning(9, True, 7)
+    }

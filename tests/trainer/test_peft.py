@@ -194,7 +194,7 @@ def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
             held = torch.cat([param.reshape(-1) for param in fragment.local.params])
             assert torch.equal(held, fragment.global_params), "a weight that lies in two places"
         assert global_params(trainer).numel() == memory_of(trainer.model)
-    folder = tmp_path / "region-1" / f"checkpoint-{STEPS}" / "global"
+    folder = tmp_path / "region-1" / f"checkpoint-{STEPS}"
     assert all(
         tensor.is_floating_point() for tensor in load_file(folder / "adapter_model.safetensors").values()
     )

@@ -76,7 +76,7 @@ def test_sft_across_regions(way: str, tmp_path: Path) -> None:
     assert torch.equal(whole[0][0], whole[1][0])
     assert len(whole[0][1]) >= 2
     assert whole[0][1] == whole[1][1]
-    exported = tmp_path / "region-1" / f"checkpoint-{STEPS}" / "global"
+    exported = tmp_path / "region-1" / f"checkpoint-{STEPS}"
     if peft_config is None:
         assert torch.equal(trained_params(AutoModelForCausalLM.from_pretrained(exported)), whole[0][0])
     else:

@@ -16,7 +16,7 @@ from hf_cocodc.cli.simulate import Labeled
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot.export import SAVED
+from hf_cocodc.snapshot.folders import SAVED
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarize
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 HOST = torch.device("cpu")
 
@@ -69,6 +70,7 @@ class Buffers:
     def __init__(self, device: torch.device = HOST, user: torch.device = HOST) -> None:
         self._device, self._user = device, user
         self._spare: dict[tuple[int, torch.dtype], list[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        self._lent = WeakIdKeyDictionary()
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,9 +80,12 @@ class Buffers:
             buffer, given = spare.pop() if spare else (None, None)
         if buffer is None:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            return pinned(buffer) if self._is_for_gpu else buffer
+            if self._is_for_gpu:
+                pin(buffer)
         if given is not None:  # its last user was perhaps another stream
             torch.cuda.current_stream(self._user).wait_event(given)
+        if self._device == HOST:
+            self._lent[buffer] = True
         return buffer
 
     def give(self, *buffers: Tensor) -> None:
@@ -90,7 +95,15 @@ class Buffers:
         given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
         with self._lock:
             for each in buffers:
-                self._spare.setdefault((each.numel(), each.dtype), []).append((each, given))
+                if self._lent.pop(
+                    each, False
+                ):  # a codec makes means of its own: with them the memory would grow
+                    self._spare.setdefault((each.numel(), each.dtype), []).append((each, given))
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that are kept for reuse now."""
+        return sum(buffer.nbytes for spare in self._spare.values() for buffer, _ in spare)
 
     @property
     def _is_for_gpu(self) -> bool:
@@ -102,7 +115,7 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 
-def pinned(buffer: Tensor) -> Tensor:
+def pin(buffer: Tensor) -> None:
     """Lock the memory of a tensor of the host in place, so that a GPU copies it at the full speed of its bus.
 
     torch's own pinned memory comes in powers of two: up to twice as much.
@@ -111,7 +124,6 @@ def pinned(buffer: Tensor) -> Tensor:
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         _Registration.of(buffer)
-    return buffer
 
 
 class _Registration:

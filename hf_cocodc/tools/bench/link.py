@@ -27,6 +27,7 @@ from ...net.wire import Wire
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import digest
+from ...parts.tensors.memory import HOST
 from ...parts.tensors.slices import cores
 from .codec import KNOWN
 from .report import BenchReport, Row
@@ -175,7 +176,9 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
 def _measure(link: TcpLink, trial: Trial) -> Figures:
     fragment, codec = trial.fragment(), trial.make_codec()
     state = codec.init(fragment)
-    outer_grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(link.region))
+    outer_grad = torch.randn(
+        fragment.numel, generator=torch.Generator(HOST).manual_seed(link.region), device=HOST
+    )
     round_trips = []
     for _ in range(ROUND_TRIPS):
         start = time.perf_counter()

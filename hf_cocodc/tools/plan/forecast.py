@@ -149,7 +149,7 @@ def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
     changes = {"rank": _LOW_RANK} if settings(config)["codec"] == "lowrank" else {}
     codec = from_config(OuterConfig(**{**vars(config), **changes})).codec
     fragment = Fragment(0, ("matrix",), ((_SIDE, _SIDE),), _SIDE * _SIDE)
-    values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(fragment.numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST)
     messages: list[Message] = []
 
     def answer(message: Message) -> Reply:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import InputError, short
-from ...run.journal import BEGINNINGS, lines_of
+from ...run.journal import BEGINNINGS, lines_of, of_newest
 
 Event = Mapping[str, Any]
 MOST = 2**53
@@ -86,7 +86,6 @@ _NEEDED: dict[str, dict[str, Rule]] = {
     "late": {"epoch": COUNT, "region": NUMBERED},
     "left": {"epoch": COUNT, "region": NUMBERED},
     "note": {"message": TEXT},
-    "unread": {"region": NUMBERED, "from_step": COUNT, "to_step": COUNT, "samples": _or_none(COUNT)},
 }
 """What an event of a kind must have."""
 _IF_THERE: dict[str, Rule] = {
@@ -95,7 +94,7 @@ _IF_THERE: dict[str, Rule] = {
     **dict.fromkeys(("eval_loss", "eval_perplexity", "eval_accuracy"), SOME_NUMBER),
     **dict.fromkeys(("bytes_sent", "num_params", "max_steps"), _or_none(COUNT)),
     **dict.fromkeys(("versions", "training"), MAPPING),
-    **dict.fromkeys(("run", "message", "timing", "why"), TEXT),
+    **dict.fromkeys(("run", "journal", "message", "timing", "why"), TEXT),
     "from_region": NUMBERED,
     "losses": COUNT,
     "coasted": COASTED,
@@ -214,7 +213,8 @@ def read_journal(path: Path) -> RegionJournal | None:
     Raises:
         InputError: the file cannot be read, or nothing says of which region it is.
     """
-    events, damaged = _lines(path)
+    lines, damaged = _lines(path)
+    events, given_up = of_newest(lines)
     if not events:
         return None
     first = next((place for place, event in enumerate(events) if event["kind"] in BEGINNINGS), None)
@@ -232,31 +232,10 @@ def read_journal(path: Path) -> RegionJournal | None:
         first, events = 0, [{**events[0], "kind": "start", **start, "outer": outer}, *events]
     events = events[first:]
     region = events[0]["region"]
-    earlier = [_lines(each)[0] for each in _given_up(path)]
     named_lines = damaged[:_MOST_NAMED]
     if damaged[_MOST_NAMED:]:
         named_lines.append(f"{short(path)}: {len(damaged) - _MOST_NAMED} more lines are damaged")
-    return RegionJournal(path, region, events, [each for each in earlier if each], named_lines, len(damaged))
-
-
-def _given_up(path: Path) -> list[Path]:
-    """The files with lines that left this journal because its run made their inner steps again."""
-    pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{1,6}}){re.escape(path.suffix)}")
-    by_number = {
-        int(match[1]): each for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))
-    }
-    ours: list[Path] = []
-    for number in sorted(by_number, reverse=True):
-        try:
-            with by_number[number].open("rb") as file:
-                first = [event for _, event in lines_of(file.readline(2**20)) if isinstance(event, dict)]
-        except OSError:
-            continue
-        # begins as a new journal does: it is an earlier run's, and all files before it are of runs before this one
-        if first and (first[0].get("kind") == "start" or "from_region" in first[0]):
-            break
-        ours.append(by_number[number])
-    return ours[::-1]
+    return RegionJournal(path, region, events, given_up, named_lines, len(damaged))
 
 
 def _lines(path: Path) -> tuple[Events, list[str]]:

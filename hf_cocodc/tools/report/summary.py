@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...run.unread import merged
 from .journals import Event, RegionJournal, figure
 from .members import attended, periods, sentence
 from .runs import RunRecord
@@ -27,7 +26,6 @@ class Summary:
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
     `num_void` counts transfers whose mean could not be believed: not finite, or far larger than all that went into it.
-    `unread` names the data that nobody read because its region was away.
     `members` puts the changes of `num_regions` (`members.num_regions`) into words; empty if there can have been none.
     `data_parallel_bytes` is 0 for one region, or if the number of parameters is unknown.
     """
@@ -54,7 +52,6 @@ class Summary:
     not_counted: Sequence[str]
     members: str = ""
     num_void: int = 0
-    unread: Sequence[str] = ()
 
     def blocked(self) -> str:
         """How long training waited for the link, in words."""
@@ -92,7 +89,6 @@ class Summary:
             ("sent by a region", sent if self.data_parallel_bytes else ""),
             *(("not counted", words) for words in self.not_counted),
             ("void", void if self.num_void else ""),
-            *(("read by nobody", words) for words in self.unread),
         ]
         return [row for row in rows if row[1]]
 
@@ -133,8 +129,6 @@ def summarize(run: RunRecord) -> Summary:
     """The figures of a run."""
     events = [journal.events for journal in run.journals]
     ended = [journal for journal in run.journals if journal.has_finished]
-    # the one that has seen most changes was there longest
-    longest = max(ended or run.journals, key=lambda each: sum(e["kind"] == "epoch" for e in each.events))
     held_out = _held_out(ended + [journal for journal in run.journals if not journal.has_finished])
     best = next((event["step"] for journal in ended for event in _after_finish(journal, "best")), None)
     shown = held_out.get(max(held_out, default=0) if best is None else best, {})
@@ -169,7 +163,6 @@ def summarize(run: RunRecord) -> Summary:
         not_counted=[words for each in events for words in _not_counted(each)],
         members=sentence(run.found) if run.found else "",
         num_void=void.total(),
-        unread=[each.words for each in merged(longest.events)],
     )
 
 

@@ -97,14 +97,18 @@ def test_a_lost_region_is_not_there_from_then_on(tmp_path: Path) -> None:
 
 
 def test_steps_that_were_made_again_are_lost(tmp_path: Path) -> None:
-    """But not those of an earlier run in the same folder, and of what came before it."""
+    """But not those of an earlier run in the same folder."""
     path = a_run(tmp_path)[0]
-    folder = path.parent.parent
+    start, *events = events_of(path)
+    begun = {**start, "journal": "ours"}
+    at = next(place for place, event in enumerate(events) if event["step"] > 30)
+    first, rest = events[:at], events[at:]
     tail = [{"kind": "log", "time_s": 10.0 + step, "step": step, "loss": 2.0} for step in (31, 33)]
-    write(folder, tail, "journal.1.jsonl")
-    write(folder, events_of(path), "journal.2.jsonl")
+    again = {**begun, "kind": "resume", "step": 30, "time_s": first[-1]["time_s"]}
+    theirs = [{**start, "journal": "theirs"}, *events, {**again, "journal": "theirs"}]
+    write(path.parent.parent, [*theirs, begun, *first, again, *rest])
     assert GIVEN_UP not in dict(spent(load([tmp_path])[0]))
-    write(folder, tail, "journal.3.jsonl")
+    write(path.parent.parent, [*theirs, begun, *first, *tail, again, *rest])
     assert dict(spent(load([tmp_path])[0]))[GIVEN_UP] == [2.0, 0.0]
 
 
