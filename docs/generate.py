@@ -21,7 +21,6 @@ VARIABLES = {
     "HF_COCODC_SECRET": "The secret that regions and coordinator share (`hf-cocodc secret new`). Equal everywhere.",
     "HF_COCODC_RUN": "Name of the run, if two runs at one coordinator would have the same name. Equal in all regions of a run.",
     "HF_COCODC_JOIN": "`1`: this process joins or rejoins a run that trains already.",
-    "HF_COCODC_REGIONS_HERE": "How many regions share this machine. `hf-cocodc train` sets it, so that they share its cores.",
 }
 """What users may set."""
 INTERNAL = {
@@ -133,8 +132,8 @@ def _environment() -> str:
             "```",
             "",
             "Under `accelerate launch` these are the codes of the processes of your script; the launcher's own is 1 for all of",
-            "them but 0. A script whose run has stopped, and that does not catch `RunStopped` or `RunLeft`, ends with their code,",
-            "too.",
+            "them but 0. A script whose run has stopped, and that does not catch `RunStopped` or `RunLeft`, ends with their",
+            "code, too.",
         ]
     )
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_cocodc.link.base import ArrivedHandle, FixedMembers, MeanRequest
+from hf_cocodc.link.base import Arrival, ArrivedHandle, FixedMembers, MeanRequest
 from hf_cocodc.link.calls import MeanCall
 from hf_cocodc.parts.tensors.memory import HOST, Buffers
 
@@ -35,6 +35,8 @@ _READS = {
     Tensor.__int__,
     Tensor.__index__,
 }
+_ASKING = ("prim", "profiler")
+"""Namespaces of operations that ask for a device, or mark a block. `detach` is a part of `view(dtype)`."""
 _COPIES = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.copy_.default,
@@ -47,14 +49,15 @@ class Waited(AssertionError):
 
 
 class Fake:
-    """Where `is_training` is true, nobody may wait for the device; elsewhere every value that is read is 1.
+    """Where `is_training` is true, nobody may wait for the device; elsewhere every value that is read there is `answer`.
 
     Attributes:
-        calls: number of torch's operations so far, views included: how often Python goes into torch.
+        calls: number of torch's operations so far, views included.
     """
 
     def __init__(self) -> None:
         self.is_training = True
+        self.answer = 1.0
         self.calls = 0
 
     @contextmanager
@@ -67,7 +70,7 @@ class Fake:
             self.is_training = was
 
     def count(self, call: Callable[[], Any]) -> int:
-        """The number of operations of a call."""
+        """The number of operations in a call."""
         before = self.calls
         call()
         return self.calls - before
@@ -92,7 +95,7 @@ class _Reads(TorchFunctionMode):
         [tensor] = args
         if tensor.device != HOST and self._fake.is_training:
             raise Waited(f"{func.__name__} reads a value of {tensor.device}")
-        values = np.array(getattr(tensor, "own_numbers", 1.0))
+        values = np.array(getattr(tensor, "own_numbers", self._fake.answer))
         values = np.broadcast_to(values, tuple(tensor.shape)).astype(str(tensor.dtype).removeprefix("torch."))
         return values if func is Tensor.numpy else getattr(values, func.__name__)()
 
@@ -108,7 +111,7 @@ class _Calls(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._fake.calls += func.namespace != "prim"  # those ask for a device or a shape
+        self._fake.calls += not (func.namespace in _ASKING or func is torch.ops.aten.detach.default)
         if func in _COPIES and self._fake.is_training:
             given = [each.device for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
             devices = {each.type for each in (*given, kwargs.get("device") or given[0])}
@@ -172,11 +175,10 @@ class FakeLink(FixedMembers):
 
     def mean(self, request: MeanRequest) -> ArrivedHandle:
         call = MeanCall(NoWire(self.num_regions), self.members, request, Buffers(HOST, request.home.device))
-        before = self._fake.calls
+        arrivals: list[Arrival] = []
         with self._fake.elsewhere():
-            arrival = call.run()
-        self.calls.append(self._fake.calls - before)
-        return ArrivedHandle(arrival)
+            self.calls.append(self._fake.count(lambda: arrivals.append(call.run())))
+        return ArrivedHandle(arrivals[0])
 
     def total(self, values: Tensor) -> Tensor:
         return values

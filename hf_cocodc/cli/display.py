@@ -206,7 +206,7 @@ class Display:
         return "  ".join([*words, *self._rates(), *self._landings(), *self._doings()]) or "starting"
 
     def _rates(self) -> list[str]:
-        """Tokens per second of all regions shown, time to the end, and the share of the time without waiting for the link."""
+        """Tokens per second of all regions shown, time to the end, and the share of the time in which nothing held it."""
         moving = [status for status in self._told if status.get("steps_made") and status.get("trained_s")]
         if not moving:
             return []

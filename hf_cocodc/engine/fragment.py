@@ -209,18 +209,19 @@ class FragmentState:
         sums = torch.zeros(3, count, dtype=torch.float64, device=device)
         sums[2] = self.local.numels
         for index, cut in enumerate(self.local.cuts):
-            for row, values in enumerate(merge.measure(here.merge(index, here.new_global(index)), info)):
-                found = squares(cut.views(values))
-                sums[row, cut.params[0] : cut.params[-1] + 1] += _spread(found, cut.params)
-        totals = info.total(sums.view(-1)).view(3, count)
-        return merge.scales(totals[0].sqrt(), totals[1].sqrt(), totals[2]).unbind()
+            measured = merge.measure(here.merge(index, here.new_global(index)), info)
+            found = squares([view for values in measured for view in cut.views(values)]).view(2, -1)
+            sums[:2, cut.params[0] : cut.params[-1] + 1].add_(_spread(found, cut.params))
+        first, second, numels = info.total(sums.view(-1)).view(3, count).unbind()
+        return merge.scales(first.sqrt(), second.sqrt(), numels).unbind()
 
     def _is_sound(self, info: MergeInfo) -> Tensor:
         """Whether the local params are finite, in all lanes: a scalar on the device."""
         total = torch.zeros((), dtype=torch.float32, device=self.home.device)
         for index in range(len(self.local.cuts)):
             total = total + self.local.read(index).sum()
-        return ~info.total((~total.isfinite()).double().view(1)).bool()
+        # a finite number minus itself is 0, any other is NaN
+        return info.total((total - total).double().view(1)) == 0
 
     def drop(self, transfer: Transfer) -> None:
         """Return the memory of a transfer that has ended, is no longer in flight and will not land."""
@@ -342,12 +343,12 @@ def _store(home: Home, kept: Mapping[str, Any], changed: Mapping[str, Any]) -> N
 
 
 def _spread(values: Tensor, params: Sequence[int]) -> Tensor:
-    """Values of some parameters, at their places among all from the first to the last; others have none in this slice."""
+    """Columns of some parameters, at their places among all from the first to the last; others have none in this slice."""
     if len(params) == params[-1] - params[0] + 1:
         return values
-    spread = values.new_zeros(params[-1] - params[0] + 1)
-    for place, value in zip(params, values, strict=True):
-        spread[place - params[0]] = value
+    spread = values.new_zeros(len(values), params[-1] - params[0] + 1)
+    for place, value in zip(params, values.unbind(1), strict=True):
+        spread[:, place - params[0]] = value
     return spread
 
 

@@ -70,6 +70,8 @@ class LocalParams:
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, slice by slice."""
+        if len(self.cuts) == 1:
+            return (flat,)
         return flat.split_with_sizes([cut.numel for cut in self.cuts]) if self.cuts else ()
 
 

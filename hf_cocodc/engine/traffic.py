@@ -147,7 +147,7 @@ class Traffic:
         def trailer() -> Trailer:
             departure.wait(square, outer_grad)
             state, residuals = codec()
-            norm, carried = torch.stack([square, residuals]).sqrt().cpu().tolist()
+            norm, carried = map(math.sqrt, torch.stack([square, residuals]).cpu().tolist())
             transfer.is_finite = math.isfinite(norm)
             counts = bool(share) and transfer.is_finite
             transfer.norm = norm if counts else 0.0
@@ -186,8 +186,8 @@ class Traffic:
         def find() -> tuple[CodecState, Tensor]:
             state = now if earlier is None else self._codec_after(earlier, earlier.handle.wait())
             # added on the device: this may be the training thread, and bringing a number there would wait
-            carried = torch.zeros((), dtype=torch.float64, device=device) + square_of_residuals(state)
-            return state, self._link.total(carried.view(1))[0]
+            carried = torch.zeros(1, dtype=torch.float64, device=device) + square_of_residuals(state)
+            return state, self._link.total(carried)[0]
 
         if self._link.num_lanes > 1:
             find()  # the ranks of a region call each other only in their training threads

@@ -15,6 +15,7 @@ from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from ..parts.guard import Ordinary
 from ..parts.merges import Merge
+from ..parts.tensors.memory import HOST
 from .compatibility import HISTORIES, same_structure, sound_fragment
 from .fragment import FragmentState
 from .transfer import Trained, Transfer
@@ -49,6 +50,7 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
 def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     """Continue from what `saved` returned. Raises CheckpointError if the state is of another optimizer or codec, or damaged."""
     index = fragment.fragment.index
+    state = {**state, "outer": _with_scalars(state["outer"], fragment.outer)}
     forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
     for part, form in forms.items():
         same_structure(state[part], form, f"the {part} state of fragment {index}")
@@ -77,6 +79,15 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
         fragment.in_flight.append(_loaded({**each, **flats}))
+
+
+def _with_scalars(saved: Any, form: Any) -> Any:
+    """A saved outer state whose numbers are scalar tensors where those of this version are: format 2 had Python's numbers."""
+    if isinstance(saved, dict) and isinstance(form, dict):
+        return {name: _with_scalars(value, form.get(name)) for name, value in saved.items()}
+    if isinstance(form, Tensor) and not form.dim() and isinstance(saved, int | float):
+        return torch.tensor(saved, dtype=form.dtype, device=HOST)
+    return saved
 
 
 def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:

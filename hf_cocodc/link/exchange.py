@@ -8,7 +8,7 @@ Values stay on their device: only payloads, a codec's bytes, come to the host, w
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -73,8 +73,10 @@ class Exchange:
             received = {other: self._take(self._inbox[other][index]) for other in view.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = part.stop - part.start
+            into = mean[part]
             try:
-                reduced = weighted_mean(payloads, shares, coder, numel, divisor)
+                here = into if into.device == self._home.device else None
+                reduced = weighted_mean(payloads, shares, coder, numel, divisor, out=here)
             except Exception:
                 for other in (other for other in view.others if shares[other]):  # whose payload is it?
                     self._decode(other, received[other], numel)
@@ -84,7 +86,7 @@ class Exchange:
                 self._send(payload, view.others, self._gather_tag, index)
                 # the owner, too, uses the rounded mean, as all other regions do
                 reduced = coder.decode(payload, numel)
-            self._home.store(mean[part], reduced)
+            self._home.store(into, reduced)
         for other in () if self._whole else view.others:
             for part, expected in zip(self._slices[other], self._means[other], strict=True):
                 values = self._decode(other, self._take(expected), part.stop - part.start)
@@ -155,7 +157,8 @@ def frames(payload: Tensor, connections: int) -> list[tuple[int, Tensor]]:
     """Cut the bytes of a payload into frames that load all connections equally; each with its place. All regions cut alike."""
     size, count = payload.numel(), num_frames(payload.numel(), connections)
     edges = [size * place // count for place in range(count + 1)]
-    return [(place, payload[edges[place] : edges[place + 1]]) for place in range(count)]
+    sizes = [after - before for before, after in pairwise(edges)]
+    return list(enumerate(payload.split_with_sizes(sizes)))
 
 
 def num_frames(num_bytes: int, connections: int) -> int:

@@ -117,7 +117,7 @@ class Trailer(NamedTuple):
         weight: share in the mean; 0 if this region's outer gradient is not finite or contains no step.
         fragment: index of the fragment; shows whether regions are in step.
         inner_step: inner step at which the transfer was sent.
-        step_time_s: seconds of an inner step in this region, without time blocked on the link; 0 if unknown.
+        step_time_s: seconds of an inner step in this region, without time at sends and landings; 0 if unknown.
         sync_time_s: seconds that this region's last transfer took; 0 if unknown.
         digest: checksum of the fragment's global params before the transfer; -1 if it was not computed.
         compression: share of its full rank that the codec uses for the fragment.

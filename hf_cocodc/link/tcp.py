@@ -555,6 +555,7 @@ class TcpLink:
 
     def _work(self, generation: int) -> None:
         """The link's thread: it makes attempts, and ends calls that have completed, in order."""
+        _use_one_thread()
         while True:
             with self._changed:
                 while generation == self._generation and not self._ready and not self._may_begin():
@@ -983,6 +984,17 @@ class TcpLink:
             error = left_behind(self.region, why)
             self._fail_all(error)
         return error
+
+
+def _use_one_thread() -> None:
+    """Let torch compute in this thread alone on the host: its other threads are busy with training."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)
+        # torch gives the number that was set last to threads that begin later: another thread sets it back
+        keeper = threading.Thread(target=torch.set_num_threads, args=(before,))
+        keeper.start()
+        keeper.join()
 
 
 def left_behind(region: int, why: str = rules.LATE) -> LeftBehind:

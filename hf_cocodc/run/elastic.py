@@ -187,12 +187,13 @@ class Elastic:
             return
         folder = self._folder / f"base-{member.ticket}"
         try:
-            write_base(folder, saved, outer.link.lane, outer.model, outer.inner(), outer.started)
+            write_base(folder, saved, outer.link.lane, outer.model, outer.inner())
         except CheckpointError as error:
             logger.warning("region %d gets no base here: %s", member.region, error)
             session.refuse_base(member, str(error))
             return
-        session.give(member, folder, outer.inner_step, {"run": outer.started.get("run", 0)})
+        about = {"run": outer.started.get("run", 0), "started": outer.started}
+        session.give(member, folder, outer.inner_step, about)
 
     def _hold(self) -> None:
         """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""

@@ -437,7 +437,7 @@ class OuterOptimizer:
 
     def timer(self) -> Callable[[], dict[str, float]]:
         """Returns a function that gives, for the journal, the seconds for which training has been held since now (`took_s`),
-        and those of them in which it waited for the link (`blocked_s`).
+        and those of them that were for sends, landings and means (`blocked_s`).
         """
         began, blocked = self.link.clock(), self.synchronizer.totals.blocked_s
 

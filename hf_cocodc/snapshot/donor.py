@@ -6,7 +6,6 @@ stream of the pair, which survives broken sockets.
 """
 
 import hashlib
-import json
 import logging
 import math
 import secrets
@@ -43,8 +42,6 @@ HEARTBEAT_S = 1.0
 _TAKEN_WITHIN_S = 2.0
 """A newcomer that takes nothing for so long after the log has ended is frozen, or has ended itself."""
 _GONE = "gone", "the region that sends the base has left the run"
-STARTED = f"{disk.FOLDER}/start.json"
-"""File in a base with what the regions agreed on before step 1."""
 
 
 OpenStream = Callable[[int, float, Callable[[], object]], Stream]
@@ -73,12 +70,10 @@ def offered(content: Mapping[str, Any]) -> Offer:
     return msgspec.convert([content[name] for name in Offer._fields], Offer)
 
 
-def write_base(
-    folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner, started: Mapping[str, Any]
-) -> None:
+def write_base(folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner) -> None:
     """Write a base into `folder`, whose old content is deleted. Of `model`, which is unwrapped, only what is not trained is
-    written: a newcomer starts from the global params. For `started` see `STARTED`. Raises CheckpointError if the disk refuses,
-    or another region could not load a state.
+    written: a newcomer starts from the global params. Raises CheckpointError if the disk refuses, or another region could not
+    load a state.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with disk.saving(folder):
@@ -90,7 +85,6 @@ def write_base(
         local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
         for name, state in inner.states.items():
             write_state(state, folder / name)
-        (folder / STARTED).write_text(json.dumps(started), encoding="utf-8")
         inner.files(folder)
 
 

@@ -33,7 +33,7 @@ _STATES = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)")
 """States that Trainer and Accelerate save, and load with `weights_only=True`."""
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
-    rf"{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/(global|local)-lane\d+\.safetensors"
+    rf"{disk.FOLDER}/state(-lane\d+)?\.json|{disk.FOLDER}/(global|local)-lane\d+\.safetensors"
     rf"|{_STATES.pattern}|{disk.FOLDER}/optimizer_\d+\.pt"
     rf"|(?!{disk.FOLDER}/)({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )

@@ -1,7 +1,6 @@
 """A newcomer gets a base and the log after it from a region that is in the run (see `donor`)."""
 
 import hashlib
-import json
 import logging
 import queue
 import shutil
@@ -22,7 +21,7 @@ from ..net.validation import Count
 from ..status import tell
 from . import checkpoint as disk
 from . import folders, manifest
-from .donor import HEARTBEAT_S, STARTED, Offer, OpenStream, offered
+from .donor import HEARTBEAT_S, Offer, OpenStream, offered
 from .files import check_files, make_own
 from .frames import Frames
 
@@ -119,7 +118,7 @@ def receive(
     )
     try:
         about, num_bytes = _receive_files(frames, half, donor, most)
-        run, started = _told(half, about)
+        run, started = _told(about)
         with disk.saving(checkpoint):
             make_own(half)
             half.rename(checkpoint)
@@ -171,13 +170,11 @@ def _receive_file(frames: Frames, path: Path, size: int) -> None:
         raise LinkError(f"{path.name} has changed on its way: its SHA-256 differs.")
 
 
-def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _told(about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The number of the run, and what its regions agreed on."""
     try:
-        started = json.loads((half / STARTED).read_text(encoding="utf-8"))
-        (half / STARTED).unlink()
-        return msgspec.convert(about["run"], Count), msgspec.convert(started, dict[str, Any])
-    except (OSError, KeyError, ValueError, RecursionError) as error:
+        return msgspec.convert(about["run"], Count), msgspec.convert(about["started"], dict[str, Any])
+    except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"the base that another region sent is not whole ({error!r}). Do all regions have the same version of hf_cocodc?"
         ) from error

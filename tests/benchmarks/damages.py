@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +96,11 @@ def _flip(gathered: bool) -> Callable[..., None]:
         due, now = threading.Event(), threading.local()
         send, start = Exchange._send, Connection.send
 
-        def send_it(self: Any, other: int, payload: Tensor, tag: int, index: int) -> None:
+        def send_it(self: Any, payload: Tensor, others: Sequence[int], tag: int, index: int) -> None:
             if due.is_set() and (tag == self._gather_tag) == gathered:
                 due.clear()
                 now.here = True
-            send(self, other, payload, tag, index)
+            send(self, payload, others, tag, index)
 
         def start_it(self: Any, operation: Operation) -> None:
             if getattr(now, "here", False):

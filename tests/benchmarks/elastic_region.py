@@ -146,7 +146,7 @@ def ours(place: Place, diary: Diary) -> None:
 
     more = lambda: outer.inner_step < max_steps and not outer.should_stop  # noqa: E731
     train(place, model, Stepping(), diary, lambda: outer.inner_step, more)
-    outer.finish()
+    outer.end()  # a region that has left writes its diary, too
     outer.close()
     end(diary, bare, [param.detach().clone() for param in bare.parameters()], place)
 

@@ -236,7 +236,7 @@ def scale_sends(outer: OuterOptimizer, factor: Callable[[int], float]) -> None:
 
         def wrong(
             base: Tensor, prepare: Any = prepare, sends: list[int] = sends
-        ) -> tuple[Tensor, Tensor, float]:
+        ) -> tuple[Tensor, Tensor, Tensor]:
             snapshot, outer_grad, square = prepare(base)
             sends[0] += 1
             times = factor(sends[0])

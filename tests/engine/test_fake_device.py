@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -227,6 +228,34 @@ def test_rounds_of_a_sharded_region(codec: str, fake: Fake) -> None:
     assert region.totals.landings == 2
 
 
+@pytest.mark.parametrize("rests_on_host", [False, True], ids=["model", "host"])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_rounds_of_a_region_that_comes_in(codec: str, rests_on_host: bool, fake: Fake) -> None:
+    """It follows landings in which it has no part."""
+    link = FakeLink(fake)
+    link.is_elastic, link.takes_part = True, lambda: False  # type: ignore[method-assign]
+    config = OuterConfig(method="diloco", sync_interval=2, codec=codec, error_feedback=codec != "fp32")
+    region = synchronizer(
+        fake, link, config, Home(FAR, rests_on_host), *SHAPES, dtype=torch.bfloat16, guard=Guard()
+    )
+    for _ in range(5):
+        region.step(0.1)
+    assert region.totals.landings == 2
+
+
+@pytest.mark.parametrize("name", ["diloco", "eager", "cocodc"])
+@pytest.mark.parametrize("rests_on_host", [False, True], ids=["model", "host"])
+def test_rounds_whose_values_are_not_finite(name: str, rests_on_host: bool, fake: Fake) -> None:
+    """The link's thread finds that, and the landing changes nothing."""
+    config = OuterConfig(method=name, **settings(name, overlaps=True))
+    region = synchronizer(fake, FakeLink(fake), config, Home(FAR, rests_on_host), *SHAPES, guard=Guard())
+    fake.answer = math.nan
+    for _ in range(9):
+        region.step(0.1)
+    assert region.totals.landings >= 2
+    assert all(each.voids for each in region.fragments)
+
+
 def reading(here: MergeSlice, info: MergeInfo) -> Tensor:
     return here.new_global * here.local.sum().item()
 
@@ -270,6 +299,48 @@ def test_what_a_gpu_would_wait_for_or_refuse_fails(
     region = synchronizer(fake, FakeLink(fake), config, Home(FAR), (7,))
     region.method = replace(region.method, merge=merges.Merge(apply, keeps_local_steps=True))
     region._traffic._method = region.method
+    region.step(0.1)
     with pytest.raises(error, match=says):
-        for _ in range(2):
-            region.step(0.1)
+        region.step(0.1)
+
+
+def calls(numel: int, codec: str, merge: str, rests_on_host: bool) -> tuple[int, int]:
+    """What one transfer of a parameter of that length costs in calls of torch: training, and the link's thread."""
+    more = {"mixing_alpha": 0.5} if merge == "mix" else {}
+    config = OuterConfig(
+        method="streaming",
+        num_fragments=1,
+        sync_interval=4,
+        overlap_steps=0 if merge == "replace" else 1,
+        codec=codec,
+        merge=merge,
+        **more,
+    )
+    with fake_tensors() as fake:
+        link = FakeLink(fake)
+        region = synchronizer(fake, link, config, Home(FAR, rests_on_host), (numel,), digest_interval=100)
+
+        def one_round() -> None:
+            for _ in range(4):
+                region.step(0.1)
+
+        one_round()
+        region.step(0.1)  # the landing of the first transfer, whose global params had a digest
+        both = fake.count(one_round)
+        assert region.totals.sends == region.totals.landings == 2
+    return both - link.calls[-1], link.calls[-1]
+
+
+@pytest.mark.parametrize("rests_on_host", [False, True], ids=["model", "host"])
+@pytest.mark.parametrize("merge", ["replace", "mix", "compensate"])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "fp4"])
+def test_a_transfer_is_few_calls_of_torch(codec: str, merge: str, rests_on_host: bool) -> None:
+    """Each holds the interpreter's lock: fewer than 100 in either thread, however many values there are in a slice.
+
+    Three more if the last block is short: it is filled up, and so are both payloads.
+    """
+    small, large = (calls(numel, codec, merge, rests_on_host) for numel in (1 << 10, 1 << 20))
+    assert small == large
+    assert max(small) < 100
+    training, link = calls(1_000_001, codec, merge, rests_on_host)
+    assert training == small[0] and link <= small[1] + 3

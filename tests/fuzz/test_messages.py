@@ -98,7 +98,7 @@ MINE: dict[str, Any] = {
 }
 TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret(secret("a secret of nobody"))
-FACTS = asdict(Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0))
+FACTS = asdict(Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.run import newcomer
 from hf_cocodc.snapshot import checkpoint as disk
-from hf_cocodc.snapshot import local_weights
+from hf_cocodc.snapshot import local_weights, manifest
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 from tests.toys import llama
 
@@ -40,7 +40,7 @@ def save(folder: Path) -> None:
         for module, name in ((disk, "begin"), (disk, "write"), (local_weights, "write"), (disk, "seal")):
             with mock.patch.object(module, name, slow(getattr(module, name))):
                 accelerator.save_state(str(folder / name))
-                assert disk.damage(folder / name) is None
+                assert manifest.damage(folder / name) is None
         asked: list[str] = []
         rank = newcomer.JoiningRank(
             outer, accelerator, None, folder, lambda call, what, read=None: asked.append(what)

@@ -24,6 +24,8 @@ class Region(OuterOptimizer):
         self.endings: Any = SimpleNamespace(
             verdict=None, word=None, keep_link=True, while_coasting=lambda: None, note_saved_everywhere=print
         )
+        checks = SimpleNamespace(refuse=lambda: None)
+        self._inner: Any = SimpleNamespace(refuse_uncounted=lambda: None, copies=checks)
         self.link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)
         guard = SimpleNamespace(come_back=lambda error: come_back(self), guard=lambda step: step())
         self.elastic: Any = guard

@@ -32,7 +32,6 @@ def session(start_timeout_s: float = 60.0) -> RegionSession:
         start_timeout_s=start_timeout_s,
     )
     context = RegionContext(
-        region=1, regions=regions, name="run", compared={}, host="127.0.0.1", pin_memory=False
     )
     link: Any = SimpleNamespace(
         post=lambda *args, **content: None,

@@ -36,7 +36,7 @@ def loop(folder: Path, body: Callable[[Accelerator, OuterOptimizer, Callable[[in
 
 def complete(folder: Path) -> list[int]:
     """Steps of the complete checkpoints, in the folder and beside it."""
-    found = [each for each in (folder, beside._beside(folder)) if disk.damage(each) is None]
+    found = [each for each in (folder, beside._beside(folder)) if manifest.damage(each) is None]
     return [disk.facts_of(each).step for each in found]
 
 

@@ -111,10 +111,10 @@ def given(tmp_path: Path, rate: float | None = None, *keys: Keys | None) -> Dona
     """By region 0, at step 3."""
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
-    write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
+    write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner)
     stream = Opening(*keys)
     number = OFFER["number"]
-    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", rate)
+    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN, "started": STARTED}, "region 2", rate)
     STREAMS[found.offer.token] = stream
     return found
 
@@ -283,7 +283,7 @@ def test_a_donor_that_dies_in_the_middle_is_named(
     """And what has come of its base is removed."""
 
     def die(donation: Donation, to: frames.Frames) -> None:
-        to.send("base", run=RUN, files={"cocodc/state.json": 200})
+        to.send("base", run=RUN, started=STARTED, files={"cocodc/state.json": 200})
         to.send_bytes(b"{}" * 50)
         raise OSError("killed")
 
@@ -303,11 +303,17 @@ def test_a_base_survives_broken_connections(caller: int, keys: Keys | None, tmp_
     folder = tmp_path / "region-0" / "base"
     model = Net()
     model.register_buffer("large", torch.randn(700_000))
-    write_base(folder, state.Saved(STATE, FACTS), 0, model, Inner({}), STARTED)
+    write_base(folder, state.Saved(STATE, FACTS), 0, model, Inner({}))
     with routed(caller=caller, keys=keys) as both:
         zero, two = both.wires
         giving = Donation(
-            folder, OFFER["number"], partial(zero.stream, 1), 3, {"run": RUN}, "region 1", rate=2e6
+            folder,
+            OFFER["number"],
+            partial(zero.stream, 1),
+            3,
+            {"run": RUN, "started": STARTED},
+            "region 1",
+            rate=2e6,
         )
         cutting = threading.Event()
 
@@ -484,8 +490,18 @@ NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pkl", "cocodc/COMPLETE", "
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is written."""
-    line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode()
+    line = json.dumps({"kind": "base", "run": RUN, "started": STARTED, "files": {name: 1}}).encode()
     with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
+        receive(*served([line]), tmp_path / "region-2", *REST)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "about", [{}, {"run": RUN}, {"run": -1, "started": {}}, {"run": RUN, "started": [1]}]
+)
+def test_a_base_without_its_run_is_refused(about: dict[str, Any], tmp_path: Path) -> None:
+    line = json.dumps({"kind": "base", "files": {}, **about}).encode()
+    with pytest.raises(CheckpointError, match="the base that another region sent is not whole"):
         receive(*served([line]), tmp_path / "region-2", *REST)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

@@ -95,7 +95,7 @@ def test_whatever_regions_hold(told: dict[int, Holdings]) -> None:
 
 
 def test_of_older_checkpoints_all_regions_were_writers() -> None:
-    old = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0)
+    old = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False)
     content = asdict(old)
     del content["members"]
     assert list(msgspec.convert(content, Facts).writers) == [0, 1]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.engine.fragment import FragmentState
-from hf_cocodc.parts.info import MergeInfo, Piece
+from hf_cocodc.parts.info import MergeInfo, MergeSlice
 from hf_cocodc.parts.merges import Merge, compensate_delay, mix, replace
+from hf_cocodc.parts.tensors.slices import squares
 
 from .inner import Inner
 from .text import Text
@@ -144,9 +145,11 @@ def _joined(views: Sequence[Tensor]) -> Tensor:
 def _apply(merge: Merge, local: Tensor, new: Tensor, snapshot: Tensor, info: MergeInfo) -> Tensor:
     """What the package's merge makes of one parameter."""
     numel = local.numel()
-    mine, given, sent = (each.reshape(-1).clone() for each in (local, new, snapshot))
-    piece = Piece(mine, given, sent, torch.empty(numel), [numel])
+    mine, given, sent = (each.reshape(-1) for each in (local, new, snapshot))
+    whole = MergeSlice(mine, given, sent, [numel])
     if merge.measure is not None:
-        first, second = merge.measure(piece, info)
-        piece = piece._replace(norms=[(float(first.norm()), float(second.norm()))], numels=[numel])
-    return merge.apply(piece, info).view_as(local)
+        assert merge.scales is not None
+        first, second = (squares([each]).sqrt() for each in merge.measure(whole, info))
+        scales = merge.scales(first, second, torch.tensor([numel], dtype=torch.float64))
+        whole = whole._replace(scales=scales.unbind())
+    return merge.apply(whole, info).view_as(local)

@@ -56,7 +56,7 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     assert found["training_s"] == pytest.approx(STEPS * STEP_S + found["blocked_s"])
     assert found["blocked_s"] > 2, "two round trips of a second each way, at least"
     said = f"{found['blocked_s']:.2f} s of {found['training_s']:.1f} s of simulated time"
-    assert f"blocked on the link   {said}\n" in printed
+    assert f"training blocked      {said}\n" in printed
     events = read(tmp_path / "run" / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
     for landing in [event for event in events if event["kind"] == "land"]:
         assert landing["rested_s"] == 0 < landing["blocked_s"] == landing["took_s"], (

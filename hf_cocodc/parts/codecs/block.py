@@ -6,6 +6,7 @@ decodes to NaN, and cannot be mistaken for large numbers. All other blocks stay 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -41,60 +42,52 @@ class Blocks(ABC):
         self.per_byte = per_byte
 
     def encode(self, values: Tensor) -> Tensor:
-        numel = values.numel()
-        payload = torch.empty(self.num_bytes(numel), dtype=torch.uint8, device=values.device)
-        heads, codes, short = self._parts(payload, numel)
-        whole = numel - numel % self.block
-        many = max(1, longest(values.device) // self.block)
-        rows = values[:whole].view(-1, self.block)
-        for part, head, code in zip(
-            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
-        ):
-            self._encode_blocks(part, head, code)
-        if whole < numel:
-            last = values.new_zeros(1, self.block)
-            last[0, : numel - whole] = values[whole:]
-            full = codes.new_empty(1, self.block // self.per_byte)
-            self._encode_blocks(last, heads[-1:], full)
-            short.copy_(full[0, : len(short)])
-        return payload
+        payload = torch.empty(self._padded(values.numel()), dtype=torch.uint8, device=values.device)
+        heads, codes = self._parts(payload)
+        for part, head, code in self._slices(values, heads, codes):
+            missing = -part.numel() % self.block
+            part = torch.nn.functional.pad(part, (0, missing)) if missing else part
+            self._encode_blocks(part.view(-1, self.block), head, code)
+        return payload[: self.num_bytes(values.numel())]
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        heads, codes, short = self._parts(payload, numel)
-        whole = numel - numel % self.block
-        many = max(1, longest(values.device) // self.block)
-        rows = values[:whole].view(-1, self.block)
-        for part, head, code in zip(
-            *(each.split(many) for each in (rows, heads[: len(codes)], codes)), strict=True
-        ):
-            self._decode_blocks(head, code, part)
-        if whole < numel:
-            last, full = values.new_empty(1, self.block), codes.new_zeros(1, self.block // self.per_byte)
-            full[0, : len(short)] = short
-            self._decode_blocks(heads[-1:], full, last)
-            values[whole:] = last[0, : numel - whole]
-        return values
+        missing = self._padded(numel) - self.num_bytes(numel)
+        heads, codes = self._parts(torch.nn.functional.pad(payload, (0, missing)) if missing else payload)
+        values = torch.empty(len(codes) * self.block, dtype=torch.float32, device=payload.device)
+        for part, head, code in self._slices(values, heads, codes):
+            self._decode_blocks(head, code, part.view(-1, self.block))
+        return values[:numel]
 
     def num_bytes(self, numel: int) -> int:
         full, rest = divmod(numel, self.block)
         width = self.block // self.per_byte
         return 4 * (full + (rest > 0)) + full * width + min(rest, width)
 
-    def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a payload: scales (blocks, 4), codes of whole blocks (blocks, block / per_byte), codes of a short block."""
+    def _padded(self, numel: int) -> int:
+        """Number of bytes for `numel` values if the last block is sent as a whole."""
+        return -(-numel // self.block) * (4 + self.block // self.per_byte)
+
+    def _parts(self, padded: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a payload of whole blocks: scales (blocks, 4), codes (blocks, block / per_byte)."""
         width = self.block // self.per_byte
-        head, full = 4 * -(-numel // self.block), numel // self.block * width
-        heads, codes, short = payload.split([head, full, len(payload) - head - full])
-        return heads.view(-1, 4), codes.view(-1, width), short
+        blocks = len(padded) // (4 + width)
+        heads, codes = padded.split_with_sizes([4 * blocks, len(padded) - 4 * blocks])
+        return heads.view(-1, 4), codes.view(-1, width)
+
+    def _slices(self, values: Tensor, *parts: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """What is computed with at once: a slice of the values, and the same blocks of the parts of a payload."""
+        many = max(1, longest(values.device) // self.block)
+        if len(parts[0]) <= many:
+            return [(values, *parts)]
+        return zip(values.split(many * self.block), *(part.split(many) for part in parts), strict=True)
 
     def _encode_blocks(self, rows: Tensor, heads: Tensor, codes: Tensor) -> None:
         """Write the scales (blocks, 4) and the codes (blocks, block / per_byte) of the values in `rows` (blocks, block)."""
         # faster than the largest of the magnitudes, which would have to be written first
-        scale = torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
+        scale = heads.view(torch.float32)
+        torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_(), out=scale)
         not_finite = ~(scale < torch.inf)
         self._scale_(scale).masked_fill_(not_finite, torch.nan)
-        heads.copy_(scale.view(torch.uint8))
         code = self._encode(rows, scale, not_finite)
         if self.per_byte == 1:
             codes.copy_(code)
@@ -185,7 +178,7 @@ class Float4(Blocks):
         codes = bits.to(torch.uint8).clamp_(min=240).sub_(240)
         # The lowest step, from 0 to 2^-6, has another width: its border is 2^-7, not 1.5 * 2^-7.
         codes = torch.maximum(codes >> 1, codes.clamp(max=1)).masked_fill_(not_finite, 7)
-        return codes.add_((rows.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8))
+        return codes.add_(rows.signbit(), alpha=8)
 
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
         # As the exponent of a float, a code c > 0 means 2^(c - 127), and code 0 means 0. E3M0 is this times 2^120.

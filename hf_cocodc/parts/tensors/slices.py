@@ -66,9 +66,9 @@ def square(values: Tensor) -> Tensor:
     """
     # rows in fp32: in fp64 torch would copy all values, and one sum of many values in fp32 loses digits
     whole = values.numel() - values.numel() % _ROW
-    rows = values[:whole].view(-1, _ROW).norm(dim=1) if whole else values.new_zeros(0)
-    rest = values[whole:].norm().view(1) if whole < values.numel() else values.new_zeros(0)
-    return torch.cat([rows, rest]).double().square().sum()
+    rows, rest = values.split_with_sizes([whole, values.numel() - whole])
+    norms = torch.cat([rows.view(-1, _ROW).norm(dim=1), rest.norm().view(1)])
+    return norms.double().square().sum()
 
 
 def squares(parts: Sequence[Tensor]) -> Tensor:

@@ -179,7 +179,7 @@ def plot_run(run: RunRecord, path: Path) -> None:
         draw_losses(first, [run], 0)
         title = f"{run.method}, {run.num_regions} regions"
         if run.has_finished and not run.in_steps:
-            title += f"; blocked on the link: {summarize(run).blocked()}"
+            title += f"; training blocked: {summarize(run).blocked()}"
         first.set_title(title)
         if first.get_legend_handles_labels()[0]:
             first.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
@@ -411,12 +411,10 @@ def draw_norms(axis: Any, run: RunRecord) -> None:
 
 
 def _norms_of(run: RunRecord, region: int) -> Points:
-    """The norms of one region's outer gradients, from its own journal or from landings in those of others."""
+    """The norms of one region's outer gradients, from the landings in any journal."""
     by_transfer: dict[tuple[int, int], float] = {}
     for journal in run.journals:
         for event in journal.events:
-            if event["kind"] == "send" and journal.region == region:
-                by_transfer[event["step"], event["fragment"]] = figure(event, "norm") or 0.0
             members, norms = event.get("members"), event.get("norms")
             if (
                 event["kind"] == "land"

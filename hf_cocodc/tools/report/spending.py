@@ -17,7 +17,7 @@ NOT_THERE = "not there"
 
 
 class RegionTotals(NamedTuple):
-    """What a region has by an event: bytes sent to all others together, and seconds that its training waited for the link."""
+    """What a region has by an event: bytes sent to all others together, and seconds for which its training was held."""
 
     bytes_sent: float = 0.0
     blocked_s: float = 0.0
@@ -33,9 +33,8 @@ def totals(events: Sequence[Event]) -> list[RegionTotals]:
     now = before = RegionTotals()
     for event in events:
         kind, named = event["kind"], figure(event, "bytes_sent")
-        added = RegionTotals(
-            named or 0.0 if kind in ("land", "void") else 0.0, figure(event, "blocked_s") or 0.0
-        )
+        held_s = figure(event, "took_s" if kind in ("send", "land", "void") else "blocked_s")
+        added = RegionTotals(named or 0.0 if kind in ("land", "void") else 0.0, held_s or 0.0)
         if kind in BEGINNINGS:
             before = now if named is not None and named < now.bytes_sent else RegionTotals()
             now = now._replace(bytes_sent=max(now.bytes_sent, before.bytes_sent + (named or 0.0)))

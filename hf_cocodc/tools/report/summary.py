@@ -54,7 +54,7 @@ class Summary:
     num_void: int = 0
 
     def blocked(self) -> str:
-        """How long training waited for the link, in words."""
+        """For how long sends and landings held training, in words."""
         if self.timing == "none":
             return "unknown (time was not simulated)"
         return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {self._unit}"
@@ -85,7 +85,7 @@ class Summary:
             ("outer steps", self._outer_steps()),
             ("tokens", "" if self.tokens is None else f"{self.tokens:,} of all regions{times}"),
             ("total time", "" if self.timing == "none" else f"{self.total_s:.1f} {self._unit}"),
-            ("blocked on the link", self.blocked()),
+            ("training blocked", self.blocked()),
             ("sent by a region", sent if self.data_parallel_bytes else ""),
             *(("not counted", words) for words in self.not_counted),
             ("void", void if self.num_void else ""),

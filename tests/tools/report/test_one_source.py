@@ -181,7 +181,7 @@ def test_all_that_is_said_of_a_run_is_the_same(
         if event["kind"] == "land"
     }
     assert sum(figures["outer_steps"]) == len(landed)
-    assert said["blocked on the link"].startswith(
+    assert said["training blocked"].startswith(
         f"{figures['blocked_s']:.2f} s of {figures['training_s']:.1f} s"
     )
     assert said["tokens"].startswith(f"{figures['tokens']:,} of all regions")
