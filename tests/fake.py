@@ -86,7 +86,7 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.data_ptr:
-            return args[0].untyped_storage()._cdata
+            return args[0].untyped_storage()._cdata << 24  # as far apart as memory of these sizes would be
         if func not in _READS:
             found = func(*args, **(kwargs or {}))
             if func is torch.tensor and found.device == HOST:

@@ -52,7 +52,7 @@ class Measurements:
     """
 
     def __init__(self, now: float, device: torch.device = HOST) -> None:
-        self._clock = StreamClock(_STEPS_TIMED) if has_streams(device) else None
+        self._clock = StreamClock(_STEPS_TIMED, device) if has_streams(device) else None
         self.lr = self.lr_sum = 0.0
         self.step_time_s = self.sync_time_s = 0.0
         self.agreed = AgreedStats()
@@ -160,17 +160,18 @@ class Totals:
 class StreamClock:
     """Seconds of inner steps on a GPU, of those that it has finished: reading them makes nobody wait."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._device = device
         self._steps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=most)
         self.begin()
 
     def begin(self) -> None:
         """The next inner step begins."""
-        self._last = _timing_event()
+        self._last = self._now()
 
     def note_step(self) -> None:
         """An inner step has ended, and the next one begins."""
-        now = _timing_event()
+        now = self._now()
         self._steps.append((self._last, now))
         self._last = now
 
@@ -182,11 +183,10 @@ class StreamClock:
             found.append(first.elapsed_time(last) / 1e3)
         return found
 
-
-def _timing_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class Seconds(NamedTuple):

@@ -28,15 +28,17 @@ class Guarding:
         """A function that judges the trailers of a transfer that is sent now."""
         return lambda trailers: rules.judge(self._guard, ordinary, _said(trailers))
 
-    def verdict(self, ordinary: Ordinary, arrival: Arrival) -> Verdict:
+    def verdict(self, transfer: Transfer, arrival: Arrival) -> Verdict:
         """The verdict by which a transfer was averaged."""
-        return self.judge(ordinary)(arrival.trailers)
+        if transfer.verdict is None:
+            transfer.verdict = self.judge(transfer.ordinary)(arrival.trailers)
+        return transfer.verdict
 
     def own_fate(self, transfer: Transfer, arrival: Arrival) -> str:
         """What the guard did to this region's outer gradient: "", "clipped", "dropped" or "void"."""
         if not transfer.is_own or self._region not in arrival.members:
             return ""
-        return self.verdict(transfer.ordinary, arrival).fates[arrival.members.index(self._region)]
+        return self.verdict(transfer, arrival).fates[arrival.members.index(self._region)]
 
     def limit_of_fresh(
         self, fragment: FragmentState, rate: float, landing: Transfer, arrival: Arrival
@@ -46,7 +48,7 @@ class Guarding:
         As for a transfer, that norm is the larger of two: by the history, and of the regions in the transfer that lands. Those
         are one round older: if the learning rate has grown since, so may the norm.
         """
-        verdict = self.verdict(landing.ordinary, arrival)
+        verdict = self.verdict(landing, arrival)
         rates = [each.round_lr for each in arrival.trailers if each.round_lr]
         grown = max(rate / min(rates), 1.0) if rates else 1.0
         limit = max(self.ordinary(fragment).at(rate), verdict.limit * grown)
@@ -74,7 +76,7 @@ class Guarding:
         fragment.voids = fragment.voids + 1 if is_void else 0
         if self._guard is None:
             return
-        verdict = self.verdict(transfer.ordinary, arrival)
+        verdict = self.verdict(transfer, arrival)
         fates = zip(arrival.members, verdict.fates, strict=False)
         fragment.far_regions = tuple(region for region, fate in fates if fate)
         known = [each.loss for each in counted if not math.isnan(each.loss)]

@@ -208,7 +208,7 @@ class Traffic:
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival)
-            verdict = self._guarding.verdict(transfer.ordinary, arrival)
+            verdict = self._guarding.verdict(transfer, arrival)
             if self._guarding.own_fate(transfer, arrival) == DROPPED:
                 take_global(fragment)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
@@ -304,7 +304,7 @@ class Traffic:
 
     def _codec_after(self, transfer: Transfer, arrival: Arrival) -> CodecState:
         """The codec's state after a transfer, without residuals of an outer gradient out of the ordinary."""
-        state, verdict = arrival.result.state, self._guarding.verdict(transfer.ordinary, arrival)
+        state, verdict = arrival.result.state, self._guarding.verdict(transfer, arrival)
         is_wrong = verdict.is_void or self._guarding.own_fate(transfer, arrival)
         return without_residuals(state) if is_wrong else state
 
@@ -317,7 +317,7 @@ class Traffic:
 
     def _outer_info(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterInfo:
         """The facts of a transfer that all regions have alike."""
-        fates = self._guarding.verdict(transfer.ordinary, arrival).fates
+        fates = self._guarding.verdict(transfer, arrival).fates
         counted = zip(arrival.trailers, fates, strict=True)
         return OuterInfo(
             fragment=fragment.fragment.index,
@@ -352,7 +352,7 @@ class Traffic:
         # one that sat out, or was dropped, says nothing about its next share
         if not own or self._guarding.own_fate(transfer, arrival) == DROPPED:
             return 1 / len(weights)
-        return own / self._guarding.verdict(transfer.ordinary, arrival).total
+        return own / self._guarding.verdict(transfer, arrival).total
 
     def _fresh_outer_grad(self, fragment: FragmentState, limit: float) -> tuple[Tensor, Tensor]:
         """Global minus local now (zero if not finite), and its sum of squares; it is held against `limit`."""

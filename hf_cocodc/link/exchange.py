@@ -73,7 +73,7 @@ class Exchange:
             received = {other: self._take(self._inbox[other][index]) for other in view.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = part.stop - part.start
-            into = mean[part]
+            into = _slice(mean, part)
             try:
                 here = into if into.device == self._home.device else None
                 reduced = weighted_mean(payloads, shares, coder, numel, divisor, out=here)
@@ -92,6 +92,7 @@ class Exchange:
                 values = self._decode(other, self._take(expected), part.stop - part.start)
                 self._home.store(mean[part], values)
         view.wait(self._sent, self._what)
+        self._finish_copies()  # the next message comes into this memory
         self._buffers.give(*self._lent)
         return Reply(mean, self._decode_own)
 
@@ -114,7 +115,7 @@ class Exchange:
 
     def _encode(self, owner: int, part: slice) -> Tensor:
         """The payload of a slice, on the device; it is kept for `Reply.own`."""
-        payload = self._coder.encode(self._home.visit(self._values[part]))
+        payload = self._coder.encode(self._home.visit(_slice(self._values, part)))
         self._own[owner].append(payload)
         return payload
 
@@ -133,14 +134,17 @@ class Exchange:
     def _send(self, payload: Tensor, others: Sequence[int], tag: int, index: int) -> None:
         """Bring a payload to the host, and start to send it."""
         if payload.device.type != "cpu":
-            on_host = self._take_buffer(payload.numel()).copy_(payload, non_blocking=True)
-            if has_streams(payload.device):
-                torch.cuda.current_stream(payload.device).synchronize()
-            payload = on_host
+            payload = self._take_buffer(payload.numel()).copy_(payload, non_blocking=True)
+            self._finish_copies()
         for place, frame in frames(payload, self._view.connections):
             for other in others:
                 self._sent.append(self._view.send(other, frame, tag, index + place, self._what))
                 self.bytes_sent += frame.numel()
+
+    def _finish_copies(self) -> None:
+        """Wait until the device has read or written memory of the host that sockets use next."""
+        if has_streams(self._home.device):
+            torch.cuda.current_stream(self._home.device).synchronize()
 
     def _take_buffer(self, num_bytes: int) -> Tensor:
         buffer = self._buffers.take(num_bytes, torch.uint8)
@@ -151,6 +155,11 @@ class Exchange:
         """The values that this region's own payloads encode, on the device."""
         parts = [part for owner in self._own for part in self._slices[owner]]
         return decode_slices([each for owned in self._own.values() for each in owned], self._coder, parts)
+
+
+def _slice(flat: Tensor, part: slice) -> Tensor:
+    """A slice of a flat tensor; most messages have only one."""
+    return flat if part.stop - part.start == flat.numel() else flat[part]
 
 
 def frames(payload: Tensor, connections: int) -> list[tuple[int, Tensor]]:

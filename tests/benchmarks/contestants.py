@@ -89,6 +89,41 @@ def torchft(
     outer_momentum: float = 0.0,
 ) -> Part:
     """torchft's DiLoCo, or its Streaming DiLoCo with several fragments. `buckets` joins tensors into one all-reduce."""
+    model = model_of(shape)
+    inner = inner_optimizer(model)
+    settings = fragments, buckets, outer_lr, outer_momentum
+    parts, outer, alive = torchft_around(place, model, inner, interval, *settings)
+
+    def weights() -> list[Tensor]:
+        kept = {}
+        for part, fragment in zip(parts, outer._fragments, strict=True):
+            kept.update(
+                {id(param): fragment.original_parameters[name] for name, param in part.named_parameters()}
+            )
+        return _copies(kept[id(param)] for param in model.parameters())
+
+    return Part(
+        model=model,
+        optimizer=inner,
+        waits_in=("optimizer",),
+        weights=weights,
+        chunk=interval,
+        alive=(alive, outer),
+    )
+
+
+def torchft_around(
+    place: Region,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    interval: int,
+    fragments: int = 1,
+    buckets: bool = False,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+    overlap: int = OVERLAP,
+) -> tuple[list[nn.Module], Any, Any]:
+    """Let torchft synchronize a model at its optimizer's steps. Returns its fragments, its DiLoCo, and what must live as long."""
     os.environ["OTEL_SDK_DISABLED"] = "true"
     import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
@@ -101,8 +136,6 @@ def torchft(
         if place.region == 0
         else None
     )
-    model = model_of(shape)
-    inner = inner_optimizer(model)
     parts = [model] if fragments == 1 else _blocks(model, fragments)
     momentum: dict[str, Any] = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
     outers = [torch.optim.SGD(part.parameters(), lr=outer_lr, **momentum) for part in parts]
@@ -131,27 +164,11 @@ def torchft(
         outers,
         sync_every=interval,
         use_bucketization=buckets,
-        fragment_sync_delay=0 if fragments == 1 else OVERLAP,
+        fragment_sync_delay=0 if fragments == 1 else overlap,
         fragment_update_alpha=0.0 if fragments == 1 else 0.5,
     )
     outer.__enter__()
-
-    def weights() -> list[Tensor]:
-        kept = {}
-        for part, fragment in zip(parts, outer._fragments, strict=True):
-            kept.update(
-                {id(param): fragment.original_parameters[name] for name, param in part.named_parameters()}
-            )
-        return _copies(kept[id(param)] for param in model.parameters())
-
-    return Part(
-        model=model,
-        optimizer=inner,
-        waits_in=("optimizer",),
-        weights=weights,
-        chunk=interval,
-        alive=(store, lighthouse, outer),
-    )
+    return parts, outer, (store, lighthouse)
 
 
 def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: Any) -> Part:

@@ -101,4 +101,5 @@ def test_a_fault_of_the_codec_here_is_nobodys(monkeypatch: pytest.MonkeyPatch) -
                 raise IndexError("it decodes nothing at first")
             return payload.float()
 
-    assert isinstance(exchanged(Broken(), 2, 5, [0.5, 0.5], monkeypatch)[0], IndexError)
+    ends = exchanged(Broken(), 2, 5, [0.5, 0.5], monkeypatch)  # they share it: one of them meets the fault
+    assert any(isinstance(each, IndexError) for each in ends)

@@ -31,8 +31,7 @@ def session(start_timeout_s: float = 60.0) -> RegionSession:
         timeout_s=60.0,
         start_timeout_s=start_timeout_s,
     )
-    context = RegionContext(
-    )
+    context = RegionContext(region=1, regions=regions, name="run", compared={}, host="127.0.0.1")
     link: Any = SimpleNamespace(
         post=lambda *args, **content: None,
         is_there=lambda member: True,

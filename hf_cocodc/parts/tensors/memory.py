@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -116,29 +117,24 @@ def has_streams(device: torch.device) -> bool:
 
 
 def pin(buffer: Tensor) -> None:
-    """Lock the memory of a tensor of the host in place, so that a GPU copies it at the full speed of its bus.
+    """Lock the memory of a tensor of the host in place, until it is freed: a GPU copies it at the full speed of its bus.
 
-    torch's own pinned memory comes in powers of two: up to twice as much.
+    torch's own pinned memory comes in powers of two: up to twice as much. Raises MemoryError if the system refuses.
     """
-    if buffer.numel():
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        _Registration.of(buffer)
+    if not buffer.numel():
+        return
+    address = buffer.data_ptr()
+    refused = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
+    if refused:
+        raise MemoryError(
+            f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}). Raise the limit of "
+            "locked memory (ulimit -l), or set outer.device=model."
+        )
+    weakref.finalize(buffer, _unpin, address).atexit = False
 
 
-class _Registration:
-    """Ends the lock on a tensor's memory when the tensor is freed."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    @classmethod
-    def of(cls, buffer: Tensor) -> None:
-        buffer._hf_cocodc_registration = cls(buffer.data_ptr())  # type: ignore[attr-defined]
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # CUDA may have ended before
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextlib.contextmanager
@@ -167,13 +163,14 @@ class Departure:
     """The moment at which the training stream has written what a link's thread will read."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._written = torch.cuda.current_stream(device).record_event() if has_streams(device) else None
 
     def wait(self, *used: Tensor) -> None:
         """Let the current stream wait for it. `used`: tensors that this stream will read; they must not be freed under it."""
         if self._written is None:
             return
-        torch.cuda.current_stream().wait_event(self._written)
+        torch.cuda.current_stream(self._device).wait_event(self._written)
         used_here(*used)
 
 

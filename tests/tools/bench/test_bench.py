@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,9 +24,12 @@ from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.bench import link, workers
 from hf_cocodc.tools.bench.report import BenchReport, read, write
+from tests.benchmarks import gpu, interpreter
 from tests.benchmarks.emulation import privileges
 from tests.processes.launching import ROOT
 from tests.secret import secret
+
+HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
 
 
 def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
@@ -147,6 +152,82 @@ def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
     assert (alone["contestant"], ours["contestant"]) == ("no link", "DiLoCo int8 (ours)")
     assert alone["share"] == 1 and ours["share"] > 0
     assert alone["MB sent"] < 0.1 < ours["MB sent"]
+
+
+def test_a_training_is_held_against_the_one_without_us() -> None:
+    """Time and GPU memory beyond Trainer alone, beside the forecast; a batch shrinks until all regions fit."""
+    alone = {
+        "parameters": 2_000_000,
+        "step_s": 0.1,
+        "longest_s": 0.2,
+        "held_s": 0.0,
+        "counted_s": 0.0,
+        "sent": 0,
+    }
+    memory = {"peak": 20 * 10**9, "event_peak": 4 * 10**9, "resting": 3 * 10**9, "forecast": None}
+    alone |= memory
+    ours = {
+        **alone,
+        "step_s": 0.15,
+        "held_s": 3.0,
+        "counted_s": 1.5,
+        "sent": 6 * 10**6,
+        "forecast": 4 * 10**9,
+    }
+    ours |= {"peak": 22 * 10**9, "event_peak": 8 * 10**9}
+    job = gpu.Training("diloco", {"method": "diloco"}, interval=20)
+    row = gpu.figures(job, 16, 20, ours, alone)
+    assert (row["parameters"], row["H"], row["batch"]) == ("2M", 20, 16)
+    assert row["over alone"] == pytest.approx(1.5) and row["lost s a round"] == pytest.approx(1.0)
+    assert (row["held s a round"], row["counted / held"], row["MB sent"]) == (1.0, 0.5, 2.0)
+    # in training 2 GB more; at an event, when activations are gone, 5 GB more than rests then without us
+    assert (row["peak GB"], row["more GB"], row["forecast GB"], row["more / forecast"]) == (22, 5, 4, 1.25)
+    base = gpu.figures(gpu.Training(gpu.ALONE), 16, 20, alone, alone)
+    assert (base["over alone"], base["more GB"], base["held s a round"]) == (1, None, None)
+    size = gpu.Size({}, 16, parameters=1e9, state_bytes=24, block_bytes=1e9)
+    assert [size.fitting(2, free) for free in (None, 80e9, 79e9, 50e9, 49e9)] == [16, 16, 8, 1, 0]
+
+
+@pytest.mark.slow
+def test_the_program_for_a_gpu_rehearses_on_cpus(tmp_path: Path) -> None:
+    """All that it measures on a GPU, tiny: every row is there, and every figure is finite."""
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--tiny", "--json", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = {report["title"].partition(",")[0]: report["rows"] for report in read(tmp_path / "gpu.json")}
+    here = [each for each in gpu.plan() if HAS_TORCHFT or isinstance(each, str) or each.torchft is None]
+    trained = [each for each in here if not isinstance(each, str)]
+    rows = reports.pop("training on one GPU")
+    assert [(row["what"], row["regions"]) for row in rows] == [(each.name, each.regions) for each in trained]
+    for row, each in zip(rows, trained, strict=True):
+        assert (row["held s a round"] is not None) == (each.outer is not None)
+        assert row["over alone"] > 0
+    peers = reports.pop("not run", [])
+    assert len(peers) == len(list(gpu.plan())) - len(here)
+    assert all("torchft is not installed" in row["why"] for row in peers)
+    assert sorted(reports) == sorted(each for each in here if isinstance(each, str))
+    figures = [value for table in [rows, *reports.values()] for row in table for value in row.values()]
+    assert all(math.isfinite(value) for value in figures if isinstance(value, float))
+
+
+@pytest.mark.slow
+def test_the_interpreters_lock_is_measured(tmp_path: Path) -> None:
+    """The program of tests/benchmarks with a small model: a transfer in each of the three cases."""
+    small = ["--codecs", "int8", "--millions", "0.1", "--repeats", "1", "--round-s", "0.3"]
+    command = [sys.executable, "-m", "tests.benchmarks.interpreter", *small]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "lock.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [report] = read(tmp_path / "lock.json")
+    [row] = report["rows"]
+    assert row["codec"] == "int8"
+    assert all(row[f"{does}, s"] > 0 for does in interpreter.DOING)
+    assert row["holds / sleeps"] > 0 and row["holds / computes"] > 0
 
 
 @pytest.mark.slow
