@@ -135,11 +135,11 @@ Record = Callable[..., None]
 
 @dataclass
 class Totals:
-    """Counters of a run on this rank.
+    """Counters of a run on this rank; those of the leader where the ranks hold the same parameters (DDP).
 
     `bytes_sent` counts payload bytes that this region has sent to all others together, over all its lanes: transfers, means of
     global params, and broadcasts (first parameters, global params that had come apart, a checkpoint that another region takes
-    over), passed on by regions that receive them. In a region of DDP ranks only the leader sends. `blocked_s` is the time for
+    over), passed on by regions that receive them. `blocked_s` is the time for
     which the training thread was held here: it waited for the link, or sent, or landed.
     """
 

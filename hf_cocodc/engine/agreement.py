@@ -73,8 +73,9 @@ def texts(link: Link, own: str, what: str) -> dict[int, str]:
 @torch.no_grad()
 def check_same_end(
     link: Link, model: nn.Module, synchronized: Collection[str], step: int, record: Record
-) -> int:
-    """Compare the model of all regions at the end of a run; returns its checksum. A collective call, for each lane's shards.
+) -> tuple[int, list[str]]:
+    """Compare the model of all regions at the end of a run; returns its checksum, and the names of tensors that were changed. A
+    collective call, for each lane's shards.
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
     other data (running statistics of batch normalization): floating-point ones take their mean over the regions, others the
@@ -84,10 +85,11 @@ def check_same_end(
     otherwise.
     """
     own, wrong = digests(contents(model)), ""
+    changed: list[str] = []
     if len({other.digest for other in link.gather(_checksum(step, own), "the end of the run")}) > 1:
         listings = texts(link, json.dumps(own), "the checksums of the model")
         answers = {region: json.loads(text) for region, text in listings.items()}
-        notes, wrong = _make_equal(link, model, synchronized, answers)
+        changed, notes, wrong = _make_equal(link, model, synchronized, answers)
         for note in notes:
             logger.warning(note)
             record("note", step=step, message=note)
@@ -99,7 +101,7 @@ def check_same_end(
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
-    return _checksum(step, own).digest
+    return _checksum(step, own).digest, changed
 
 
 def _checksum(step: int, own: Mapping[str, str]) -> StepChecksum:
@@ -108,8 +110,10 @@ def _checksum(step: int, own: Mapping[str, str]) -> StepChecksum:
 
 def _make_equal(
     link: Link, model: nn.Module, synchronized: Collection[str], answers: Mapping[int, Mapping[str, str]]
-) -> tuple[list[str], str]:
-    """Make equal what differs by `answers`, every region's digests. Returns what was done, and what must not differ, in words."""
+) -> tuple[list[str], list[str], str]:
+    """Make equal what differs by `answers`, every region's digests. Returns the names of what was changed, and in words what was
+    done, and what must not differ.
+    """
     held, buffers = contents(model), dict(model.named_buffers())
     lowest, lines = min(answers), answers.values()
     differing = [name for name in dict.fromkeys(chain(*lines)) if len({each.get(name) for each in lines}) > 1]
@@ -137,8 +141,8 @@ def _make_equal(
             first = answers[lowest].get(name)
             other = next(region for region, each in answers.items() if each.get(name) != first)
             wrong = f"regions differ at the end of the run in {name} (region {other} and region {lowest})"
-            return notes, wrong
-    return notes, ""
+            return [*shared, *weights], notes, wrong
+    return [*shared, *weights], notes, ""
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Checks that a saved state fits the model and the method of this run."""
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -51,6 +52,20 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
     ]
 
 
+def laid_out(layout: Sequence[Sequence[Sequence[Any]]]) -> tuple[Fragment, ...]:
+    """The fragments of which `layout` has told."""
+    return tuple(
+        Fragment(
+            index,
+            tuple(name for name, *_ in params),
+            tuple(tuple(shape) for _, shape, *_ in params),
+            sum(math.prod(shape) for _, shape, *_ in params),
+            {i: tuple(rows[0]) for i, (_, _, *rows) in enumerate(params) if rows},
+        )
+        for index, params in enumerate(layout)
+    )
+
+
 def sound_counts(value: Any, levels: int = 0) -> None:
     """Check a count, or lists of counts nested at most `levels` deep. Raises ValueError for anything else."""
     if levels and isinstance(value, list | tuple):
@@ -97,13 +112,6 @@ def _show(param: list | None) -> str:
         return "no more"
     name, shape, *rows = param
     return f"{name} {shape}" + "".join(f" (rows {start} to {stop - 1})" for start, stop in rows)
-
-
-def form_of(state: Any) -> Any:
-    """The structure of a state for `same_structure`, with tensors on the meta device."""
-    if isinstance(state, dict):
-        return {key: form_of(value) for key, value in state.items()}
-    return state.to("meta") if isinstance(state, Tensor) else state
 
 
 def same_structure(saved: Any, expected: Any, what: str) -> None:

@@ -18,7 +18,6 @@ from ..parts.outer import OuterTransform
 from ..parts.tensors.flat import digest, local_shard, moved
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
-from .compatibility import form_of
 from .local_params import LocalParams
 from .transfer import Trained, Transfer
 
@@ -45,7 +44,6 @@ class FragmentState:
 
     Attributes:
         global_params: flat fp32.
-        codec_form: the codec's state without values: all that ranks outside the conversations know of it.
         in_flight: transfers that have not landed, oldest first.
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
@@ -56,6 +54,7 @@ class FragmentState:
         far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
         nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
         trained: what this region had trained at the last send; later steps are in no transfer yet.
+        has_written: whether local params were written since somebody has asked (`Synchronizer.take_written`).
     """
 
     fragment: Fragment
@@ -64,7 +63,6 @@ class FragmentState:
     global_params: Tensor
     outer: dict[str, Any] = field(default_factory=dict)
     codec: dict[str, Any] = field(default_factory=dict)
-    codec_form: dict[str, Any] = field(default_factory=dict)
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -78,11 +76,12 @@ class FragmentState:
     far_losses: int = 0
     nonfinite_rounds: int = 0
     trained: Trained = Trained()
+    has_written: bool = False
 
     @property
     def codec_remembers(self) -> bool:
         """Whether a transfer must start from the codec's state at the end of the one before."""
-        return bool(self.codec_form)
+        return bool(self.codec)
 
     def take(self) -> Tensor:
         """A flat tensor of the fragment's length with undefined values, at rest."""
@@ -99,6 +98,7 @@ class FragmentState:
     def show(self, flat: Tensor) -> None:
         """Copy a flat tensor into the local params."""
         self.local.show(flat, self.home)
+        self.has_written = True
 
     def checksum(self) -> Callable[[], int]:
         """For the link's thread: computes the checksum of the present global params, once, because the tensor may change."""
@@ -198,7 +198,7 @@ class FragmentState:
                 merged = merge.apply(here.merge(index, new_global)._replace(scales=own), info)
                 values = torch.where(is_sound, merged, new_global)
             self.local.write(index, values)
-        self.global_params, self.outer = after, state
+        self.global_params, self.outer, self.has_written = after, state, True
         self.home.give(mean)
         self._retire(transfer, before)
 
@@ -369,7 +369,6 @@ def adopt(
             state.show(state.global_params)
         state.outer = method.outer.init(state.global_params)
         state.codec = moved(method.codec.init(fragment), home.rest)
-        state.codec_form = form_of(state.codec)
         adopted.append(state)
     return adopted
 

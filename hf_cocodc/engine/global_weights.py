@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..link.base import Link, MeanRequest
@@ -61,17 +61,15 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
 
 
 @contextmanager
-def local_kept(model: nn.Module, fragments: Sequence[FragmentState]) -> Iterator[None]:
-    """Restore the local params after the block, bit for bit, from the outer state's device: a GPU may need no memory for it."""
+def local_kept(model: nn.Module, params: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Restore these local params after the block, bit for bit, from `device`: that of the outer state costs a GPU no memory."""
     with torch.no_grad():
         reshard(model)
-        device = fragments[0].home.rest
-        kept = [[param.to(device, copy=True) for param in each.local.params] for each in fragments]
+        kept = [param.to(device, copy=True) for param in params]
     try:
         yield
     finally:
         reshard(model)
         with torch.no_grad():
-            for fragment, params in zip(fragments, kept, strict=True):
-                for param, local in zip(fragment.local.params, params, strict=True):
-                    param.copy_(local)
+            for param, local in zip(params, kept, strict=True):
+                param.copy_(local)

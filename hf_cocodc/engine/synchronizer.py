@@ -25,6 +25,7 @@ from . import transfers
 from .account import Account, Measurements, Record, Totals
 from .agreement import StepChecksum, check_same_end, check_same_start
 from .compatibility import layout, loading, same_layout, same_structure
+from .facts import FragmentFacts
 from .footprint import Memory, memory
 from .fragment import FragmentState, adopt
 from .global_weights import local_kept, show_global
@@ -77,6 +78,7 @@ class Synchronizer:
         self.fragments: list[FragmentState] = []
         self.num_params = 0
         """Parameters that this region synchronizes."""
+        self._mended: list[str] = []
         self._agenda = Agenda(method.schedule)
         if state is None:
             self._adopt(method.fragments(model), start=True)
@@ -94,6 +96,34 @@ class Synchronizer:
     def totals(self) -> Totals:
         """Counters since the start of the run."""
         return self.account.totals
+
+    @property
+    def report(self) -> dict[str, float]:
+        """Figures at the last landing."""
+        return self.account.report
+
+    @property
+    def facts(self) -> tuple[FragmentFacts, ...]:
+        """What the training loop may know of each fragment."""
+        return tuple(map(FragmentFacts.of, self.fragments))
+
+    @property
+    def layout(self) -> list[list[Any]]:
+        """Which parameters are in which fragment (`compatibility.layout`)."""
+        return layout([each.fragment for each in self.fragments])
+
+    @property
+    def next_event(self) -> int:
+        """No inner step before this one has events."""
+        return self._agenda.next_event
+
+    def take_written(self) -> tuple[list[int], list[str]]:
+        """What was written in the model since the last call: indexes of fragments, and names of other tensors."""
+        written = [each.fragment.index for each in self.fragments if each.has_written]
+        for fragment in self.fragments:
+            fragment.has_written = False
+        mended, self._mended = self._mended, []
+        return written, mended
 
     def step(
         self,
@@ -129,9 +159,8 @@ class Synchronizer:
         events = self._agenda.events(self.inner_step, self.measured.agreed)
         if not events:
             return None
-        with self._held():
+        with self.held():
             words = self._handle_events(events, word)
-        self.measured.leave_events(self.link.clock())
         return words
 
     @torch.no_grad()
@@ -142,13 +171,15 @@ class Synchronizer:
         return self._traffic.hold(events, self.fragments, word)
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Count the time of the block as time for which training is held."""
+    def held(self) -> Iterator[None]:
+        """Count the time of the block as time for which training is held, and not as that of an inner step."""
         began = self.link.clock()
         try:
             yield
         finally:
-            self.account.held(self.link.clock() - began)
+            now = self.link.clock()
+            self.account.held(now - began)
+            self.measured.leave_events(now)
 
     @torch.no_grad()
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
@@ -157,25 +188,26 @@ class Synchronizer:
         Returns the words of all regions, if a transfer landed. Raises HandshakeError if regions hold different models.
         """
         self._look()
-        with self._held():
+        with self.held():
             words = self._traffic.end(self.fragments, word)
             self._show_global(averaged=True)
-        digest = check_same_end(self.link, self._model, self._watch.names, self.inner_step, self._record)
+        digest = self._check_same_end(self.inner_step)
         self.account.count_broadcasts(self.link)
         self.account.finished(self.inner_step, digest)
         self._agenda.begin(len(self.fragments), self.inner_step)
         return words
 
     @contextmanager
-    def global_weights(self, averaged: bool = True) -> Iterator[None]:
+    def global_weights(self, averaged: bool = True, everywhere: bool = True) -> Iterator[None]:
         """Inside the block the model holds the global weights; after it the local ones again, bit for bit.
 
         If a method lets global params differ between regions (eager updates), it holds their mean, in a collective call; if not
-        `averaged`, this region's own.
+        `averaged`, this region's own. `everywhere`: in all ranks of the region; else ranks without an engine are not asked.
         """
         self._look()
-        with local_kept(self._model, self.fragments):
-            with self._held():
+        params = [param for each in self.fragments for param in each.local.params]
+        with local_kept(self._model, params, self._home.rest):
+            with self.held():
                 self._show_global(averaged)
             yield
 
@@ -191,7 +223,7 @@ class Synchronizer:
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.global_params.copy_(saved["global_params"])
         self._show_global(averaged=True)
-        check_same_end(self.link, self._model, self._watch.names, state["inner_step"], self._record)
+        self._check_same_end(state["inner_step"])
 
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
@@ -210,6 +242,25 @@ class Synchronizer:
             fragment.trained = self._traffic.shares.trained
         self._is_leaving = True
 
+    def wait_for_transfers(self) -> None:
+        """Wait until the transfers in flight have ended. Raises LinkError if one has failed."""
+        transfers.wait_for_transfers(self.fragments)
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Give up the local params for the global ones, and count anew the rounds that do not count."""
+        transfers.begin_anew(self.fragments)
+
+    def forgive(self, rounds: int) -> None:
+        """Let a run that has stopped after so many void or ruined rounds stop again at the next one, once it resumes."""
+        for each in self.fragments:
+            each.voids = min(each.voids, rounds - 1)
+            each.far_losses = min(each.far_losses, max(rounds - 1, 1))
+
+    def as_leader(self, value: bool) -> bool:
+        """The value that the leader gives, in all ranks with this engine."""
+        return value
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
 
@@ -219,7 +270,7 @@ class Synchronizer:
         transfers.wait_for_transfers(self.fragments)
         self._home.settle()
         return {
-            "layout": layout([each.fragment for each in self.fragments]),
+            "layout": self.layout,
             **self.measured.state_dict(),
             "schedule_state": self._agenda.state,
             **self._traffic.state_dict(),
@@ -272,6 +323,11 @@ class Synchronizer:
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
 
+    def _check_same_end(self, inner_step: int) -> int:
+        digest, mended = check_same_end(self.link, self._model, self._watch.names, inner_step, self._record)
+        self._mended += mended
+        return digest
+
     def _show_global(self, averaged: bool) -> None:
         mean = averaged and not self.method.outer.regions_agree
         show_global(self.fragments, self.link, self.inner_step, self.account.totals, mean)
@@ -303,12 +359,12 @@ class Synchronizer:
 
 
 class Agenda:
-    """Follows a schedule, whose `state` is for a checkpoint."""
+    """Follows a schedule, whose `state` is for a checkpoint. No inner step before `next_event` has events."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self.state: ScheduleState = {}
-        self._next_event = self._num_fragments = 0
+        self.next_event = self._num_fragments = 0
 
     def begin(self, num_fragments: int, inner_step: int) -> None:
         """Start anew with so many fragments, none of them in flight."""
@@ -317,10 +373,10 @@ class Agenda:
 
     def events(self, inner_step: int, stats: AgreedStats) -> tuple[Send | Land, ...]:
         """The events of this inner step. Nearly free if there are none; called once for each step."""
-        if inner_step < self._next_event:
+        if inner_step < self.next_event:
             return ()
         events, self.state = self._schedule.events(inner_step, stats, self.state)
-        self._next_event = self._schedule.next_event(inner_step, self.state)
+        self.next_event = self._schedule.next_event(inner_step, self.state)
         return events
 
     def load(self, state: ScheduleState) -> None:
@@ -332,4 +388,4 @@ class Agenda:
         self._continue_from(state)
 
     def _continue_from(self, state: ScheduleState) -> None:
-        self.state, self._next_event = state, 0  # no inner step before this one has events
+        self.state, self.next_event = state, 0  # no inner step before this one has events

@@ -189,7 +189,7 @@ class Traffic:
             carried = torch.zeros(1, dtype=torch.float64, device=device) + square_of_residuals(state)
             return state, self._link.total(carried)[0]
 
-        if self._link.num_lanes > 1 or getattr(self._link, "replicas", False):
+        if self._link.num_lanes > 1:
             find()  # the ranks of a region call each other only in their training threads
         return find
 

@@ -51,7 +51,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     """Continue from what `saved` returned. Raises CheckpointError if the state is of another optimizer or codec, or damaged."""
     index = fragment.fragment.index
     state = {**state, "outer": _with_scalars(state["outer"], fragment.outer)}
-    forms = {"outer": fragment.outer, "codec": fragment.codec_form, "global_params": fragment.global_params}
+    forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
     for part, form in forms.items():
         same_structure(state[part], form, f"the {part} state of fragment {index}")
     sound_fragment(state, fragment.fragment.numel, f"fragment {index}")

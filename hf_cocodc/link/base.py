@@ -128,7 +128,7 @@ class Link(Protocol):
         ...
 
     def takes_part(self) -> bool:
-        """Whether this region takes part in calls made now; not while it is coming in. A collective call of its ranks."""
+        """Whether this region takes part in calls made now; not while it is coming in."""
         ...
 
     @property

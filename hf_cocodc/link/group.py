@@ -9,6 +9,7 @@ for these. So every rank hears directly from those for which it waits.
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,14 @@ from ..parts.tensors.memory import HOST
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _NO_LIMIT = timedelta(days=365)
 _LOOK = timedelta(seconds=0.2)
 """How often a rank that waits runs the handlers of signals."""
 _LAST_MOMENT_S = 2.0
+_LATE_S = 60.0
+"""After so long, a rank that speaks says that the others do not listen."""
 
 
 class RegionGroup:
@@ -89,9 +94,17 @@ class RegionGroup:
     def finish(self, work: Any, what: str, limit_s: float = math.inf, speaker: int | None = None) -> None:
         """Wait for an operation, for `limit_s` at most. Raises LinkError if a rank, or the one that speaks, has died."""
         until = time.monotonic() + limit_s
+        warns_at = time.monotonic() + _LATE_S if speaker == self.rank else math.inf
         while not work.is_completed():
             if time.monotonic() > until:
                 return
+            if time.monotonic() > warns_at:
+                warns_at = math.inf
+                logger.warning(
+                    "rank %d has waited %g s for other ranks of its region to come to %s. All ranks must make the same calls: "
+                    "outer.global_weights(), for example, must not stand below `if accelerator.is_main_process`.",
+                    *(self.rank, _LATE_S, what),
+                )
             with contextlib.suppress(RuntimeError):  # it goes on, or it has failed and says so below
                 work.wait(_LOOK)
         try:

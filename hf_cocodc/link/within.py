@@ -52,6 +52,8 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
 def of_all(accelerator: Accelerator, text: str) -> list[str]:
     """The texts of all ranks of the region, in their order. All have the same length in bytes. A collective call."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=accelerator.device)
+    if not len(own):
+        return [text] * accelerator.num_processes
     texts = bytes(gather(own).tolist())
     return [texts[start : start + len(own)].decode() for start in range(0, len(texts), len(own))]
 

@@ -195,7 +195,11 @@ def connect(
     if count == 1 and not is_elastic:
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
-        link: Link = LaneLink(alone, rank, num_ranks, device, group) if sharded else alone
+        link: Link = alone
+        if sharded:
+            link = LaneLink(alone, rank, num_ranks, device, group)
+        elif group is not None:
+            link = SharedLink(None if rank else alone, alone.region, 1, device, group)
         link.agreement = None if group is None else StopAgreement(group, None)
         return link
     if regions.region is None:

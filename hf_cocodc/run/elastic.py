@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
-from ..engine.transfers import wait_for_transfers
 from ..errors import CheckpointError, LeftBehind
 from ..link.log import Marker
 from ..link.records import Ending, Words
@@ -228,12 +227,12 @@ class Elastic:
             members = self._say(partial(_regroup, known), "who comes in or leaves")
             self._outer.journal.write_earlier()
             if outer.link.region not in members:
-                since = min(each.sent_at for each in outer.synchronizer.fragments)
+                since = min(each.sent_at for each in outer.synchronizer.facts)
                 if since < step:
                     logger.warning(
                         "the others get nothing of what this region has trained since step %d.", since
                     )
-                wait_for_transfers(outer.synchronizer.fragments)
+                outer.synchronizer.wait_for_transfers()
                 outer.endings.end("leave", self._leaves)
                 return
             if len(members) >= least:
@@ -268,7 +267,7 @@ class Elastic:
             return not outer.should_stop and not outer.is_at_the_end
 
         endings.while_coasting()  # the loop comes no more to what is due at this step
-        while may_go_on() and any(each.sent_at <= since for each in outer.synchronizer.fragments):
+        while may_go_on() and any(each.sent_at <= since for each in outer.synchronizer.facts):
             outer.coast_one()
         endings.tell(ending=Ending.LEAVING)
         if self._session is not None:
@@ -283,7 +282,7 @@ class Elastic:
             endings.tell(ending=Ending.NO)
             outer.end()
         elif self._has_left:
-            wait_for_transfers(outer.synchronizer.fragments)
+            outer.synchronizer.wait_for_transfers()
             outer.link.tick(outer.inner_step + 1)
             endings.end("leave", self._leaves)
         else:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..link.base import Link
+from ..link.ranks import SharedLink
 from ..link.records import Ending, Word, Words
 
 logger = logging.getLogger(__name__)
@@ -119,10 +120,12 @@ class Endings:
             self.ask_to_stop(self._link.agreement.asked)
 
     def after_step(self, inner_step: int, words: Words | None) -> None:
-        """Act on the words of all regions, from a transfer that has just landed (a single region needs none), and on what was
-        agreed through the coordinator.
+        """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the coordinator.
+
+        A single region needs no transfer; unless its ranks hear of each other's words in no other way.
         """
-        if self._link.num_regions == 1:
+        has_agreement = self._link.agreement is not None
+        if self._link.num_regions == 1 and (has_agreement or not isinstance(self._link, SharedLink)):
             words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)

@@ -7,11 +7,9 @@ region would not count in any later round.
 import logging
 from collections.abc import Sequence
 
-from ..engine.synchronizer import Synchronizer
-from ..engine.transfers import begin_anew
+from ..engine.replicas import Engine
 from ..errors import CocodcError
 from ..link.records import Ending
-from ..parts.guard import lower_median
 from ..settings import OuterConfig
 from .endings import Endings
 from .inner_optimizer import InnerOptimizer
@@ -24,7 +22,7 @@ _OFTEN = 3
 
 
 def recover(
-    synchronizer: Synchronizer,
+    synchronizer: Engine,
     inner: InnerOptimizer,
     config: OuterConfig,
     endings: Endings,
@@ -35,27 +33,26 @@ def recover(
     """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a
     fragment. All regions stop if in so many rounds in a row the mean was void, or the losses were far above the ordinary ones.
 
-    All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages (`has_stages`)
-    have an engine each, and begin anew one by one; they are refused with "stop". Only if a transfer `has_landed` in this step
-    can what all regions know have changed.
+    All ranks of a region decide alike: they know the same facts, and ask the leader whether the region is about to end.
+    Pipeline stages (`has_stages`) have an engine each, and begin anew one by one; they are refused with "stop". Only if a
+    transfer `has_landed` in this step can what all regions know have changed.
 
     Raises:
         CocodcError: pipeline stages would have to stop, and cannot do so at one step.
     """
-    region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.fragments)
+    region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.facts)
     most = config.nonfinite_rounds
     if has_landed and endings.verdict is None and (why := _why(synchronizer, most, most)):
         journal.write("note", step=synchronizer.inner_step, message=why)
         if has_stages:
             raise CocodcError(f"{why}. A stage cannot stop with a checkpoint: go back to the last one.")
-        if config.on_nonfinite == "restart" and any(each.voids >= most for each in synchronizer.fragments):
-            begin_anew(synchronizer.fragments)
+        if config.on_nonfinite == "restart" and any(each.voids >= most for each in synchronizer.facts):
+            synchronizer.begin_anew()
             inner.begin_anew()
-        for each in synchronizer.fragments:  # a run that resumes here stops again at the next one
-            each.voids, each.far_losses = min(each.voids, most - 1), min(each.far_losses, max(most - 1, 1))
+        synchronizer.forgive(most)
         endings.stop(why)
         return
-    if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
+    if rounds < config.nonfinite_rounds or not synchronizer.as_leader(endings.word.ending is Ending.NO):
         return
     sentence = f"region {region} did not count in {rounds} rounds in a row (not finite, or clipped or dropped by outer.guard)"
     if config.on_nonfinite == "stop":
@@ -68,7 +65,7 @@ def recover(
         "Look at its loss; a lower learning rate or gradient clipping (max_grad_norm) helps.",
         *(sentence, synchronizer.inner_step),
     )
-    begin_anew(synchronizer.fragments)
+    synchronizer.begin_anew()
     inner.begin_anew()
     if inner.times_anew >= _OFTEN:
         logger.warning(
@@ -79,24 +76,24 @@ def recover(
     journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds, times=inner.times_anew)
 
 
-def ruined_at_the_end(synchronizer: Synchronizer, config: OuterConfig) -> str:
+def ruined_at_the_end(synchronizer: Engine, config: OuterConfig) -> str:
     """Why a run must not end as if it were well, in words; empty if it may. No later landing can say more than the last one."""
     return _why(synchronizer, config.nonfinite_rounds, 1)
 
 
-def _why(synchronizer: Synchronizer, most_voids: int, most_losses: int) -> str:
+def _why(synchronizer: Engine, most_voids: int, most_losses: int) -> str:
     """Why training must not go on, in words; empty if it may. Equal in all regions."""
-    for each in synchronizer.fragments:
+    for index, each in enumerate(synchronizer.facts):
         if each.voids >= most_voids:
             return (
-                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}), because "
+                f"the means of {each.voids} rounds in a row were void (fragment {index}), because "
                 f"{_reason(each.far_regions)}. The global params are as before these rounds. Look at the losses and learning "
                 "rates of all regions; if their norms in the log are as they should be, raise the limits of outer.guard"
             )
         if each.far_losses >= most_losses:
             return (
                 f"the training losses of the regions were far above what they had been, in {each.far_losses} rounds in a row: "
-                f"the model is ruined, or has other data. Their median was {lower_median(each.losses):.3g} before. Go back to an "
+                f"the model is ruined, or has other data. Their median was {each.ordinary_loss:.3g} before. Go back to an "
                 "earlier checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
             )
     return ""

@@ -22,7 +22,7 @@ from ..link.rules import Standing
 from ..link.within import main_says, wait_for_ranks
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
-from ..snapshot.checkpoint import Saved, read
+from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import Inner
 from ..snapshot.receive import Received, received_in
 from ..status import tell
@@ -120,7 +120,7 @@ def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Pa
     """
     received = get_base(link, accelerator, folder)
     base = received.folder
-    saved = disk.read(base, link.lane)
+    saved = disk.read_own(link, base)
     load_inner(accelerator, base)
     # global params come with the engine: this is what is not trained, such as buffers
     local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
@@ -259,10 +259,10 @@ class JoiningRank:
     def after_step(self) -> None:
         """End the log, once no transfer in flight is from before this region came in."""
         since = self._admitted_at
-        flying = (
-            each.sent_at for fragment in self._outer.synchronizer.fragments for each in fragment.in_flight
-        )
-        if since is not None and all(sent_at > since for sent_at in flying):
+        if since is None:
+            return
+        flying = (each.in_flight_since for each in self._outer.synchronizer.facts)
+        if all(sent_at is None or sent_at > since for sent_at in flying):
             self._admitted_at = None
             if self._session is not None:
                 self._session.has_followed()
@@ -278,7 +278,7 @@ class JoiningRank:
         base = self._say(
             lambda session: session.get_base(self._folder), "a base from another region", received_in
         )
-        saved = read(base.folder, outer.link.lane)
+        saved = disk.read_own(outer.link, base.folder)
         rounds = (saved.facts.step - outer.inner_step) / round_steps(outer)
         if keep and rounds > MAX_MISSED:
             logger.warning(
@@ -301,4 +301,4 @@ def round_steps(outer: "OuterOptimizer") -> float:
         return float(interval)
     synchronizer = outer.synchronizer
     landings = max(synchronizer.totals.landings, 1)
-    return max(1.0, synchronizer.inner_step * len(synchronizer.fragments) / landings)
+    return max(1.0, synchronizer.inner_step * len(synchronizer.facts) / landings)

@@ -15,9 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..coordinator.messages import Bye
-from ..engine.compatibility import layout
-from ..engine.synchronizer import Synchronizer
-from ..engine.transfers import wait_for_transfers
+from ..engine.replicas import Engine
 from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending, Words
@@ -265,7 +263,7 @@ class OuterOptimizer:
         self.synchronizer.give_up_unsent()
         self.ask_to_stop(reason)
         self.coast()
-        wait_for_transfers(self.synchronizer.fragments)
+        self.synchronizer.wait_for_transfers()
 
     def coast(self, end: Callable[[], None] = lambda: None) -> None:
         """Keep step with the others without training, until they have heard of it and all `end` together."""
@@ -375,7 +373,7 @@ class OuterOptimizer:
     @property
     def report(self) -> dict[str, float]:
         """Figures at the last landing: rounds, staleness, seconds blocked, bytes sent (`Totals`), mean loss of the regions."""
-        return self.synchronizer.account.report
+        return self.synchronizer.report
 
     def step(self, loss: float | None = None, tokens: int | Tensor | None = None) -> None:
         """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate. A second step of PyTorch's
@@ -499,13 +497,12 @@ class OuterOptimizer:
         """
         config = continuing(self._asked, saved.facts.settings)
         self._check(saved, settings(config))
-        is_alike = layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]
-        is_same = is_alike and settings(config) == self.settings
+        is_same = self.synchronizer.layout == saved.state["layout"] and settings(config) == self.settings
         self._config, self.settings = config, settings(config)
         if is_same:
             self.synchronizer.load_state_dict(saved.state)
         else:
-            wait_for_transfers(self.synchronizer.fragments)
+            self.synchronizer.wait_for_transfers()
             self.synchronizer = self._engine(saved)
         if saved.facts.taken_over:
             self.synchronizer.take_over()
@@ -523,22 +520,28 @@ class OuterOptimizer:
         own = saved, settings, self.link, self.about, self._allowed, self.model, is_new
         in_all(self.link, lambda: check(*own), "whether regions can go on")
 
-    def _engine(self, saved: Saved | None) -> Synchronizer:
+    def _engine(self, saved: Saved | None) -> Engine:
         def is_bounded() -> bool:
             return self._inner.is_bounded
 
         return engine_for(self.model, self._config, self.link, self.journal, saved, is_bounded)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model holds the global weights inside the block; see `Synchronizer.global_weights`.
+        """The model holds the global weights inside the block; see `Synchronizer.global_weights`. A collective call.
 
         At the end of a run it holds them already: the block changes nothing then.
         """
         return contextlib.nullcontext() if self.finished else self.synchronizer.global_weights()
 
-    def own_global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The same without asking the other regions: with eager updates each region has its own global weights."""
-        return contextlib.nullcontext() if self.finished else self.synchronizer.global_weights(averaged=False)
+    def own_global_weights(self, everywhere: bool = True) -> contextlib.AbstractContextManager[None]:
+        """The same without asking the other regions: with eager updates each region has its own global weights.
+
+        A collective call of the region's ranks. If not `everywhere`, DDP ranks do not ask each other either: only rank 0 shows
+        the global weights, which is enough to save them.
+        """
+        if self.finished:
+            return contextlib.nullcontext()
+        return self.synchronizer.global_weights(averaged=False, everywhere=everywhere)
 
     def __enter__(self) -> "OuterOptimizer":
         return self

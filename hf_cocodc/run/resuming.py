@@ -175,7 +175,7 @@ def agree_on_beginning(
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
-        checkpoint = disk.read(folder, link.lane)
+        checkpoint = disk.read_own(link, folder)
         restore_buffers(model, folder, link.lane)
         return checkpoint
 

@@ -83,7 +83,7 @@ def hook_into_saving(
         checkpoint = Path(input_dir)
         refuse_damaged(outer.link, accelerator, checkpoint)
         folder[:] = [checkpoint]
-        read[:] = [disk.read(checkpoint, outer.link.lane)]
+        read[:] = [disk.read_own(outer.link, checkpoint)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         spent, link, run = outer.timer(), outer.link, outer.started.get("run", 0)

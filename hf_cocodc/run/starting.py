@@ -13,9 +13,11 @@ from torch import nn
 
 from .. import __version__
 from ..engine.footprint import in_words
+from ..engine.replicas import Engine, Replicas
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..link.base import Link
+from ..link.ranks import SharedLink
 from ..link.spreading import gather
 from ..resolve import from_config, guard_of, method_of
 from ..settings import OuterConfig
@@ -169,23 +171,27 @@ def engine_for(
     journal: Journal,
     saved: Saved | None,
     is_bounded: Callable[[], bool] = lambda: True,
-) -> Synchronizer:
+) -> Engine:
     """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
-    state = None if saved is None else saved.state
-    return Synchronizer(
-        model,
-        from_config(config)
-        if saved is None
-        else method_of(config, saved.facts.settings, saved.state["layout"]),
-        link,
-        record=journal.write,
-        digest_interval=config.digest_interval,
-        weights=config.weights,
-        guard=guard_of(config),
-        is_bounded=is_bounded,
-        state=state,
-        home=home_of(model, config),
-    )
+    method, home = from_config(config), home_of(model, config)
+    if saved is not None:
+        method = method_of(config, saved.facts.settings, saved.state["layout"])
+
+    def build(link: Link) -> Synchronizer:
+        return Synchronizer(
+            model,
+            method,
+            link,
+            record=journal.write,
+            digest_interval=config.digest_interval,
+            weights=config.weights,
+            guard=guard_of(config),
+            is_bounded=is_bounded,
+            state=None if saved is None else saved.state,
+            home=home,
+        )
+
+    return Replicas(build, model, method, link, home.rest) if isinstance(link, SharedLink) else build(link)
 
 
 def run_of(link: Link) -> str | None:
@@ -213,7 +219,7 @@ def versions() -> dict[str, str]:
 
 def note_start(
     journal: Journal,
-    synchronizer: Synchronizer,
+    synchronizer: Engine,
     saved: Saved | None,
     max_steps: int | None,
     settings: Mapping[str, Any],
@@ -229,7 +235,7 @@ def note_start(
         region=link.region,
         num_regions=link.num_regions if link.takes_part() else link.most_regions,
         num_params=synchronizer.num_params,
-        num_fragments=len(synchronizer.fragments),
+        num_fragments=len(synchronizer.facts),
         max_steps=max_steps,
         timing=link.timing,
         bytes_sent=synchronizer.totals.bytes_sent,
@@ -242,7 +248,7 @@ def note_start(
     )
     for sentence in in_words(synchronizer.memory()):
         logger.info(sentence)
-    sizes = [state.fragment.numel for state in synchronizer.fragments]
+    sizes = [each.numel for each in synchronizer.facts]
     if (
         settings.get("split_rows") is False
         and saved is None

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,15 +25,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..link.base import Link
+from ..link.ranks import SharedLink
 from ..net.validation import Count, Positive
 from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
+from ..parts.tensors.memory import HOST
 from . import manifest
 from .durable import replace, saving
 from .folders import begin_run, run_of
@@ -192,9 +196,15 @@ def seal(checkpoint: Path) -> None:
         manifest.write(checkpoint, run_of(checkpoint.parent))
 
 
-def read(checkpoint: Path, lane: int = 0) -> Saved:
+def read_own(link: Link, checkpoint: Path) -> Saved:
+    """What this rank needs of a checkpoint: the state of its lane, without values if it has no engine. See `read`."""
+    has_engine = not isinstance(link, SharedLink) or link.is_leader
+    return read(checkpoint, link.lane, with_values=has_engine)
+
+
+def read(checkpoint: Path, lane: int = 0, with_values: bool = True) -> Saved:
     """The engine's state and the facts of its run, from a checkpoint of which `damage` has found none. Raises CheckpointError if
-    it holds no such state, or none of this lane.
+    it holds no such state, or none of this lane. Without `with_values` all tensors are empty.
     """
     if not (checkpoint / state_file(lane)).is_file():
         raise CheckpointError(
@@ -204,7 +214,11 @@ def read(checkpoint: Path, lane: int = 0) -> Saved:
     with refusing(checkpoint / FOLDER):
         content = _content_of(checkpoint, lane)
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
-        tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
+        tensors: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, device=HOST))
+        if with_values:
+            tensors = {
+                name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()
+            }
         state = put_together(content["state"], tensors)
         names_in(state["layout"])
         weights = msgspec.convert(content.get("weights", {}), dict[str, str])

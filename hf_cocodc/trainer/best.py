@@ -22,7 +22,7 @@ from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerC
 from transformers.trainer_utils import IntervalStrategy
 
 from ..engine.agreement import StepChecksum
-from ..engine.synchronizer import Synchronizer
+from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
@@ -33,7 +33,7 @@ from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import engine_for
 from ..settings import OuterConfig
-from ..snapshot.checkpoint import Facts, Saved, read
+from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
@@ -287,7 +287,7 @@ class Best:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."
             )
-        self._show(outer.synchronizer, best, read(best, outer.link.lane))
+        self._show(outer.synchronizer, best, read_own(outer.link, best))
         self._note(best)
         assert self.loaded is not None
         step, value = self.loaded
@@ -300,7 +300,7 @@ class Best:
         if self._lacks_shards:
             self._load_whole(link, self._known)
         else:
-            saved = read(self._known, link.lane)
+            saved = read_own(link, self._known)
             config = continuing(config, saved.facts.settings)
             self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)
@@ -344,7 +344,7 @@ class Best:
                     f"{way_out}"
                 )
 
-    def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
+    def _show(self, synchronizer: Engine, best: Path, saved: Saved) -> None:
         """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""
         self._restore_buffers(best)
         synchronizer.show_saved(saved.state)

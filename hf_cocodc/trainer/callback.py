@@ -27,7 +27,7 @@ from ..run.starting import Beginning, Habits, agree_on_start
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.recipe import Recipe, facts_of_data
-from ..snapshot.checkpoint import Saved, read
+from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
@@ -319,7 +319,7 @@ class CoCoDCCallback(TrainerCallback):
                 start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
             self._start, path = start, start.checkpoint
             if path is not None:
-                self._saved = read(path, self._link.lane)
+                self._saved = read_own(self._link, path)
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)

@@ -43,7 +43,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
     steps, landings, fragments = (
         synchronizer.inner_step,
         synchronizer.totals.landings,
-        len(synchronizer.fragments),
+        len(synchronizer.facts),
     )
     rows = {
         "method": settings["method"],

@@ -286,7 +286,7 @@ class Patches:
 
     def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         assert self._callback.outer is not None
-        return self._callback.outer.own_global_weights()
+        return self._callback.outer.own_global_weights(everywhere=False)
 
 
 def tokens_of(batches: Iterable[Any]) -> Any:

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.engine.account import Totals
-from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.replicas import Engine
 from hf_cocodc.parts.tensors.memory import HOST
 from hf_cocodc.tools.bench import codec, outer
 from hf_cocodc.tools.bench.codec import now
@@ -74,7 +74,7 @@ class Clock:
         """Most bytes in training, most bytes inside the callback, and bytes before the last time."""
 
     @property
-    def synchronizer(self) -> Synchronizer | None:
+    def synchronizer(self) -> Engine | None:
         return None if self._ours is None or self._ours.outer is None else self._ours.outer.synchronizer
 
     @property
@@ -179,9 +179,9 @@ def train(place: Region, row: dict[str, Any], device: torch.device) -> dict[str,
     }
 
 
-def forecast(synchronizer: Synchronizer, device: torch.device) -> int:
+def forecast(synchronizer: Engine, device: torch.device) -> int:
     """The bytes that `hf-cocodc doctor` expects outer state and transfers to take on the model's device."""
-    flying = most_in_flight(synchronizer.method, len(synchronizer.fragments))
+    flying = most_in_flight(synchronizer.method, len(synchronizer.facts))
     each = synchronizer.memory()[device]
     return each.kept + flying * each.per_transfer + each.staged
 

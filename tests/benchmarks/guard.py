@@ -28,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.base import Arrival, Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.guard import Verdict
@@ -140,7 +141,8 @@ class Watcher:
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.alarms, self.young, self.known, self.now = 0, list[float](), list[float](), list[float]()
-        self._traffic, self._account = outer.synchronizer._traffic, outer.synchronizer.account
+        engine = engine_of(outer)
+        self._traffic, self._account = engine._traffic, engine.account
         self._landed, self._remember = self._account.landed, self._traffic._guarding.remember
         self._account.landed = self.landed  # type: ignore[method-assign, assignment]
         self._traffic._guarding.remember = self.remember  # type: ignore[method-assign]
@@ -222,9 +224,14 @@ def train(
     return Run(loss, stopped, watcher.alarms, watcher.young, watcher.known, watcher.now)
 
 
+def engine_of(outer: OuterOptimizer) -> Synchronizer:
+    assert isinstance(outer.synchronizer, Synchronizer)
+    return outer.synchronizer
+
+
 def scale_sends(outer: OuterOptimizer, factor: Callable[[int], float]) -> None:
     """Let each fragment's outer gradients leave this region times factor(number of the send)."""
-    for fragment in outer.synchronizer.fragments:
+    for fragment in engine_of(outer).fragments:
         prepare, sends = fragment.prepare, [0]
 
         def wrong(

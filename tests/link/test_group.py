@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -98,6 +99,27 @@ def test_a_leader_that_fails_does_not_wait_for_the_others(monkeypatch: pytest.Mo
     assert isinstance(leader.exception(), ZeroDivisionError)
     with pytest.raises(LinkError, match="ZeroDivisionError"):
         other.result()
+
+
+def test_a_leader_that_waits_for_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where only one rank makes a call, nothing else would tell why the region stands still. Of a late leader it does not."""
+    monkeypatch.setattr(module, "_LATE_S", 0.3)
+
+    def live(group: ThreadGroup, late: int) -> None:
+        if group.rank == late and group.rank:
+            time.sleep(1.0)
+        group.lead(lambda: time.sleep(0.0 if late else 1.0), "the global weights")
+
+    for late, expected in (
+        (0, []),
+        (1, ["rank 0 has waited 0.3 s for other ranks of its region to come to the global weights."]),
+    ):
+        caplog.clear()
+        for rank in on_ranks(2, functools.partial(live, late=late)):
+            rank.result()
+        assert [line.split(" All ranks")[0] for line in caplog.messages] == expected
 
 
 def test_signals_are_heard_while_a_rank_waits() -> None:

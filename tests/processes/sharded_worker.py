@@ -89,14 +89,15 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int, t
         result["stopped"] = str(error)
     if callback.outer is not None:  # else the run had finished
         synchronizer = callback.outer.synchronizer
+        engine = getattr(synchronizer, "_engine", synchronizer)  # of DDP ranks, only the leader has one
         result |= {
             "evaluations": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
             "digest": synchronizer.global_digest(),
-            "numel": sum(state.fragment.numel for state in synchronizer.fragments),
-            "pieces": sum(len(state.fragment.rows) for state in synchronizer.fragments),
+            "numel": sum(each.numel for each in synchronizer.facts),
+            "pieces": sum(len(param) > 2 for fragment in synchronizer.layout for param in fragment),
             "num_params": synchronizer.num_params,
             "bytes_sent": synchronizer.totals.bytes_sent,
-            "change": list(synchronizer.measured.agreed.change),
+            "change": [] if engine is None else list(engine.measured.agreed.change),
             "sends": synchronizer.totals.sends,
         }
     torch.save(

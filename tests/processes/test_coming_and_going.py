@@ -14,6 +14,7 @@ import torch
 
 from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.report.runs import read_run
 from tests.coordinator.regions import ask
@@ -391,3 +392,32 @@ def test_a_region_of_several_ranks_joins_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(first["weights"], other["weights"])
     assert first["lr"] == second["lr"] == other["lr"]
     assert events(tmp_path, 1, "epoch")[-1]["members"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_region_leave_at_one_step(tmp_path: Path) -> None:
+    """The leader alone is asked to, and knows what is in flight."""
+    run = Run(tmp_path, 3, loop, 400, 0.1, "streaming", 1)
+    run.wait_for_step(2, 3)
+    run.kill(2)
+    run.start(2, ranks=2)
+    run.wait_for_join(2)
+
+    def is_asked() -> bool:
+        try:
+            run.ask_to_leave(2)
+        except InputError:  # the coordinator has not heard yet that it takes part
+            return False
+        return True
+
+    wait_until(is_asked, run.processes[2], run.log(2))
+    for process in run._ranks[2]:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0, run.log(2).read_text()[-4000:]
+    names = ("region-2.pt", "region-2-rank-1.pt")
+    found = [torch.load(tmp_path / name, weights_only=False) for name in names]
+    assert [each["verdict"] for each in found] == ["leave", "leave"]
+    assert found[0]["inner_step"] == found[1]["inner_step"]
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    first, second = run.results(0, 1)
+    assert torch.equal(first["weights"], second["weights"])

@@ -30,8 +30,8 @@ CONFIG = {
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
 # to the other region for payloads and for control messages; to the coordinator
 CONNECTIONS = 3
-# what to begin from, max_steps, when to save and evaluate; at the end, what was trained and whether all hold the same model
-GATHERS = 5
+# what to begin from, max_steps, when to save and evaluate; at the end, whether all hold the same model
+GATHERS = 4
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 
@@ -130,7 +130,9 @@ def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
     first = found["region0-rank0"]
     assert_promise_kept(first["promise"], world_size=2, connections=None, gathers=GATHERS)
     assert not found["region0-rank1"]["promise"]["calls"], "only the leader talks"
-    assert [each["bytes_sent"] > 0 for _, each in sorted(found.items())] == [True, False, True, False]
+    for region in (0, 1):  # all ranks know what their leader has sent
+        sent = [found[f"region{region}-rank{rank}"]["bytes_sent"] for rank in (0, 1)]
+        assert sent[0] == sent[1] > 0
 
 
 def assert_all_ranks_equal(found: dict[str, dict]) -> None:

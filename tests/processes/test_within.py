@@ -46,6 +46,7 @@ def ask(folder: Path) -> None:
         assert type(caught.value) is (type(error) if kept else LinkError)
         assert not kept or str(caught.value) == str(error)
     assert of_all(accelerator, f"{rank}{rank}") == ["00", "11"]
+    assert of_all(accelerator, "") == ["", ""]
 
 
 def _raise(error: Exception) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
+from hf_cocodc.link.group import RegionGroup
 from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
@@ -342,3 +344,15 @@ def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: 
     assert not list(checkpoint.parent.rglob("*.half"))
     assert manifest.damage(checkpoint) is None
     assert manifest.damage(checkpoint.parent / "checkpoint-8") is not None
+
+
+def test_a_rank_without_an_engine_reads_no_values(checkpoint: Path) -> None:
+    """Of a DDP region, only the leader needs them; all ranks know of which run the checkpoint is, and what it trains."""
+    link = SharedLink(None, 0, 2, torch.device("cpu"), cast(RegionGroup, None))
+    whole, own = state.read(checkpoint), state.read_own(link, checkpoint)
+    assert own.facts == whole.facts
+    assert own.weights == whole.weights
+    assert own.state["layout"] == whole.state["layout"]
+    assert own.synchronized == whole.synchronized
+    assert sum(tensor.numel() for tensor in state.take_apart(whole.state)[1].values())
+    assert not any(tensor.numel() for tensor in state.take_apart(own.state)[1].values())
