@@ -17,7 +17,7 @@ from torch import Tensor
 from ..fragments import Fragment
 from ..tensors.memory import HOST
 
-SLICE = 1 << 24
+SLICE = 1 << 22
 """Most values that are encoded at once: what this takes beside the message stays small."""
 
 CodecState = dict[str, Any]
