@@ -45,7 +45,7 @@ def blow_up(outer: OuterOptimizer, factor: float) -> None:
     """Local params from which the outer gradient is so many times as large."""
     for fragment in outer.synchronizer.fragments:
         local = fragment.gather()
-        fragment.local.show(local.sub_(fragment.global_params).mul_(factor).add_(fragment.global_params))
+        fragment.show(local.sub_(fragment.global_params).mul_(factor).add_(fragment.global_params))
 
 
 def lie(weight: float) -> None:

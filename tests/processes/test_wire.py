@@ -23,7 +23,7 @@ from hf_cocodc.net.wire import Wire
 from hf_cocodc.parts.codecs.base import Coder, Message, mean_of
 from hf_cocodc.parts.codecs.block import Integers
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.tensors.memory import Pool
+from hf_cocodc.parts.tensors.memory import Buffers, Home
 from tests.processes.forks import fork, torch_master
 from tests.processes.launching import TIMEOUT_S
 
@@ -46,8 +46,12 @@ def values(region: int, op: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * region + op))
 
 
+def exchange_of(view: View, me: int, op: int, coder: Coder) -> Exchange:
+    return Exchange(view, Message(values(me, op), coder), Home(), Buffers(), f"op {op}")
+
+
 def mean(view: View, me: int, op: int, coder: Coder) -> torch.Tensor:
-    exchange = Exchange(view, Message(values(me, op), coder), Pool(), f"op {op}")
+    exchange = exchange_of(view, me, op, coder)
     exchange.begin()
     return exchange.end([1.0] * view.num_regions).mean
 
@@ -101,7 +105,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
         )
         together("began")
         broken = wire.view(range(4), 2)
-        exchange = Exchange(broken, Message(values(region, 2), coder), Pool(), "op 2")
+        exchange = exchange_of(broken, region, 2, coder)
         if region == 3:
             exchange.begin()
             # all have sent something, and nobody has all of it: this region sends no mean

@@ -62,7 +62,7 @@ def test_help_shows_every_field(kind: Any) -> None:
         assert f"{each.name}: {' '.join(meaning(each).split())}" in text
     if kind is OuterConfig:
         assert "all regions stop. Default: 3. guard: Norm guard" in text
-        assert text.index("device: Memory") < text.index("for experts") < text.index("split_rows: Split")
+        assert text.index("device: Where") < text.index("for experts") < text.index("split_rows: Split")
     else:
         assert "for experts" not in text
 

@@ -27,8 +27,7 @@ SPEEDS = Speeds(
     encode=dict.fromkeys((*CODECS, "lowrank"), 1e-9),
     decode=dict.fromkeys((*CODECS, "lowrank"), 1e-9),
     send=1e-9,
-    step=2e-9,
-    land={"replace": 1e-9, "mix": 1e-9, "compensate": 3e-9},
+    land={"replace": 3e-9, "mix": 3e-9, "compensate": 5e-9},
 )
 RECIPE = "quickstart/diloco"
 QUICKSTARTS = Path(__file__).parents[3] / "recipes" / "quickstart"
@@ -112,12 +111,13 @@ def test_more_regions_send_more_and_need_more_time() -> None:
 
 
 def test_memory_is_that_of_the_engine() -> None:
-    """Global params and momentum stay on the host or on the device; an adapter needs less."""
-    host = plan(subject(1000), codec="fp32")
+    """Global params, momentum and a transfer rest on the host or on the device; an adapter needs less."""
     size = 4 * subject(1000).num_params
-    assert host.host_bytes >= 2 * size
-    moved = subject(1000).forecast(OuterConfig(method="diloco", device="model"))
-    assert moved.device_bytes >= 2 * size > host.device_bytes
+    host, model = (
+        subject(1000).forecast(OuterConfig(method="diloco", device=each)) for each in ("host", "model")
+    )
+    assert host.host_bytes - model.host_bytes >= 5 * size
+    assert model.device_bytes - host.device_bytes >= 5 * size
     adapter = subject(1000, "peft.r=4", "peft.target_modules=all-linear")
     assert adapter.num_params < subject(1000).num_params / 5
 
