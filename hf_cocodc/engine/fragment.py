@@ -239,9 +239,10 @@ class FragmentState:
 
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
-        mean = self.take().zero_()
+        home = self.home
+        mean, outer_grad = (home.fill(self.take(), 0.0) for _ in range(2))
         handle = ArrivedHandle(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
-        snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
+        snapshot = home.fill(self.take(), self.global_params)
         transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)
         transfer.handle = handle
         return transfer
@@ -367,8 +368,8 @@ def adopt(
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
             state.global_params.copy_(flat)
             state.show(state.global_params)
-        state.outer = method.outer.init(state.global_params)
-        state.codec = moved(method.codec.init(fragment), home.rest)
+        state.outer = home.kept(method.outer.init(state.global_params))
+        state.codec = home.kept(method.codec.init(fragment))
         adopted.append(state)
     return adopted
 

@@ -235,7 +235,7 @@ def hand_out(tensors: Sequence[Tensor], link: SharedLink) -> None:
     for bucket in buckets(tensors):
         sizes = [part.numel() for part in bucket]
         if link.is_leader:
-            flat = torch.cat([part.reshape(-1) for part in bucket]).to(link.device)
+            flat = torch.cat([part.reshape(-1).to(link.device) for part in bucket])
         else:
             flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=link.device)
         link.share(flat.view(torch.uint8))  # a process group need not know the type

@@ -249,6 +249,7 @@ class Synchronizer:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Give up the local params for the global ones, and count anew the rounds that do not count."""
+        self._look()
         transfers.begin_anew(self.fragments)
 
     def forgive(self, rounds: int) -> None:
@@ -304,6 +305,7 @@ class Synchronizer:
         `keep` adds what this region has trained and the others lack; its next sends carry it. Raises CheckpointError if `state`
         is of another model or method.
         """
+        self._look()
         kept = transfers.give_up(self.fragments, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)

@@ -266,6 +266,8 @@ class Traffic:
                 fresh,
             )
         )
+        if fresh is not None and all(fresh is not each.outer_grad for each in fragment.in_flight):
+            fragment.home.give(fresh)
         settled = transfer.sent_at if keeps else self.inner_step
         fragment.settled_at = max(fragment.settled_at, settled)
 

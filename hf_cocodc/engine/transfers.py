@@ -63,7 +63,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in moved:
-            moved[id(value)] = value.to(fragment.home.rest)
+            moved[id(value)] = fragment.home.keep(value)
         return moved[id(value)]
 
     # these belong to steps that are undone

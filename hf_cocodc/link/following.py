@@ -173,7 +173,7 @@ class FollowedMean:
             raise LinkError(
                 f"{self._what} has {self._numel} values here and {entry.values.numel()} in the other regions."
             )
-        mean = self._home.take(self._numel).copy_(entry.values)
+        mean = self._home.fill(self._home.take(self._numel), entry.values)
         result = Result(mean, lambda: mean, with_residuals(entry.state))
         return Arrival(result, _trailers_in(entry), 0, entry.seconds, entry.square, entry.members)
 

@@ -70,7 +70,12 @@ def region_env(store: Any, region: int, num_regions: int = 2) -> dict[str, str]:
 
 def rank_env(master: TCPStore, rank: int, num_ranks: int) -> dict[str, str]:
     """What a launcher tells the ranks of one machine, which meet at its store; nothing where there is one rank."""
-    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    env: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
     env |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": master.port,

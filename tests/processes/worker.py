@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, region_shard
-from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.replicas import Engine
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.tcp import TcpLink
 from tests.toys import VOCAB, llama
@@ -48,7 +48,7 @@ class Tokens(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def outcome(synchronizer: Synchronizer, model: torch.nn.Module) -> dict:
+def outcome(synchronizer: Engine, model: torch.nn.Module) -> dict:
     return {
         "final": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
         "global_digest": synchronizer.global_digest(),

@@ -133,6 +133,9 @@ def lowrank(
     mean has fewer directions than columns, the other columns of P are zero: a QR would fill them with rounding noise, which
     differs between processors.
 
+    Every region computes P and the mean itself. On GPUs, regions get equal bits if they have the same kind of device and the
+    same setting for products of matrices in TF32.
+
     Args:
         rank: r_1, the first and highest rank.
         coder: coder of both factors; None means 4-bit integers in blocks of 256.

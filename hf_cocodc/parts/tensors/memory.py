@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,27 @@ class Home:
         """Return flat tensors; do not use them afterwards."""
         self.buffers.give(*flats)
 
+    def fill(self, flat: Tensor, values: Tensor | float) -> Tensor:
+        """Write to a flat tensor from where it rests; returns it. Its last user may be a copy of the device, under way still."""
+        self.settle()
+        return flat.copy_(values) if isinstance(values, Tensor) else flat.fill_(values)
+
+    def kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A nested state at rest: flat fp32 tensors in memory that the device copies fast, others in any."""
+
+        def keep(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return self.kept(value)
+            return self.keep(value) if isinstance(value, Tensor) else value
+
+        return {name: keep(value) for name, value in state.items()}
+
+    def keep(self, value: Tensor) -> Tensor:
+        """See `kept`."""
+        if self.is_apart and value.dim() == 1 and value.dtype == torch.float32:
+            return self.fill(self.take(len(value)), value)
+        return value.to(self.rest)
+
     def visit(self, part: Tensor) -> Tensor:
         """A slice of a flat tensor, on the device."""
         return part if part.device == self.device else part.to(self.device, non_blocking=True)
@@ -80,9 +103,10 @@ class Buffers:
             spare = self._spare.get((numel, dtype))
             buffer, given = spare.pop() if spare else (None, None)
         if buffer is None:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            if self._is_for_gpu:
-                pin(buffer)
+            if self._is_for_gpu and numel:
+                buffer = pinned(numel, dtype, self._user)
+            else:
+                buffer = torch.empty(numel, dtype=dtype, device=self._device)
         if given is not None:  # its last user was perhaps another stream
             torch.cuda.current_stream(self._user).wait_event(given)
         if self._device == HOST:
@@ -116,13 +140,13 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 
-def pin(buffer: Tensor) -> None:
-    """Lock the memory of a tensor of the host in place, until it is freed: a GPU copies it at the full speed of its bus.
+def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor of the host whose memory stays in place until it is freed: a GPU copies it at the full speed of its bus.
 
-    torch's own pinned memory comes in powers of two: up to twice as much. Raises MemoryError if the system refuses.
+    It has pages of its own, because memory can be locked by pages only. torch's own pinned memory comes in powers of two: up to
+    twice as much. Raises MemoryError if the system refuses.
     """
-    if not buffer.numel():
-        return
+    buffer = own_pages(numel, dtype)
     address = buffer.data_ptr()
     refused = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
     if refused:
@@ -130,11 +154,20 @@ def pin(buffer: Tensor) -> None:
             f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}). Raise the limit of "
             "locked memory (ulimit -l), or set outer.device=model."
         )
-    weakref.finalize(buffer, _unpin, address).atexit = False
+    weakref.finalize(buffer, _unpin, address, device).atexit = False
+    return buffer
 
 
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def own_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of the host, of one value or more, that shares no page of memory with another one."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=numel)
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):  # perhaps in a thread that has not used the device yet
+        torch.cuda.synchronize()  # a copy may be under way
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextlib.contextmanager
@@ -149,8 +182,10 @@ def aside(device: torch.device) -> Iterator[None]:
     stream = _side_stream(device)
     # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's GPU
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
+        try:
+            yield
+        finally:  # after an error, too, memory is freed that copies may still use
+            stream.synchronize()
 
 
 @functools.cache
