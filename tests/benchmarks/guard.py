@@ -153,7 +153,7 @@ class Watcher:
         self._landed(*args)
 
     def remember(self, fragment: Any, transfer: Any, arrival: Arrival) -> None:
-        verdict = self._traffic._guarding.verdict(transfer.ordinary, arrival)
+        verdict = self._traffic._guarding.verdict(transfer, arrival)
         counted = [each for each in arrival.trailers if each.weight]
         norms = sorted(each.norm for each in counted)
         rates = sorted(each.round_lr for each in counted if each.round_lr)

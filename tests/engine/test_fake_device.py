@@ -167,11 +167,11 @@ def settings(name: str, overlaps: bool) -> dict[str, Any]:
     """For few inner steps; with or without an overlap, where a method can be asked for one."""
     takes = inspect.signature(known()[name]).parameters
     found: dict[str, Any] = {"sync_interval": 3}
-    if takes["num_fragments"].default > 1:
+    if "num_fragments" in takes and takes["num_fragments"].default > 1:
         found["num_fragments"] = 2
     if "overlap_steps" in takes:
         found["overlap_steps"] = 1 if overlaps else 0
-        if overlaps and takes["merge"].default == "replace":
+        if overlaps and "merge" in takes and takes["merge"].default == "replace":
             found["merge"] = "compensate"
     if takes["codec"].default == "lowrank":
         found["rank"] = 4

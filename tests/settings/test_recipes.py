@@ -72,7 +72,7 @@ def test_the_readmes_quickstart_runs(
         "held-out perplexity",
         "inner steps           4 in each of 2",
         "outer steps           2",
-        "blocked on",
+        "training blocked",
         "sent by",
     ):
         assert line in said

@@ -544,16 +544,15 @@ def test_all_of_the_best_model_is_loaded(build: Callable[[], nn.Module], tmp_pat
 
 
 @pytest.mark.slow
-def test_the_best_model_is_of_before_a_layer_was_unfrozen(tmp_path: Path) -> None:
-    """Its layer is as it was when it was frozen."""
+def test_the_best_model_is_of_before_a_layer_was_frozen(tmp_path: Path) -> None:
+    """Its layer is as it was then, not as it was frozen."""
     scores = {step: (float(step == 4), float(step == 4)) for step in SCORES}
 
     def body(region: int, link: Link) -> Run:
-        def set_frozen(frozen: bool) -> None:
-            run.trainer.model.model.layers[0].requires_grad_(not frozen)
+        def freeze() -> None:
+            run.trainer.model.model.layers[0].requires_grad_(False)
 
-        run = Run(tmp_path, link, scores=scores, callbacks=(At(5, lambda control: set_frozen(False)),))
-        set_frozen(True)
+        run = Run(tmp_path, link, scores=scores, callbacks=(At(5, lambda control: freeze()),))
         run.trainer.train()
         return run
 
@@ -561,9 +560,6 @@ def test_the_best_model_is_of_before_a_layer_was_unfrozen(tmp_path: Path) -> Non
         assert run.callback.outer is not None
         assert torch.equal(run.params, run.shown[4])
         assert not torch.equal(run.shown[STEPS], run.shown[4])
-        start = llama().model.layers[0].state_dict()
-        now = run.trainer.model.model.layers[0].state_dict()
-        assert all(torch.equal(now[name], start[name]) for name in start)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
     weights = sum(param.nbytes for param in model.parameters())
     optim = str(recipe.training.get("optim", "adamw_torch"))
     has_adam = "adam" in optim or "muon" in optim  # Muon has half of it
-    states = 1 + len(tensors_in(method.outer.init(torch.zeros(1, device=HOST))))
+    states = 1 + sum(each.dim() for each in tensors_in(method.outer.init(torch.zeros(1, device=HOST))))
     return Needs(
         params=params,
         training=weights + size * (3 if has_adam else 1),

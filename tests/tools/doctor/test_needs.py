@@ -69,5 +69,5 @@ def test_a_checkpoint_is_as_large(name: str, tmp_path: Path) -> None:
     synchronizer = callback.outer.synchronizer
     [kept] = synchronizer.memory().values()
     flying = most_in_flight(synchronizer.method, len(synchronizer.fragments))
-    assert found.outer_on_host == kept.kept + flying * kept.per_transfer
+    assert found.outer_on_host == kept.kept + flying * kept.per_transfer + kept.staged
     assert found.params == sum(param.numel() for param in first.model.parameters())

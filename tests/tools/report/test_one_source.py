@@ -253,4 +253,3 @@ def test_real_regions_that_come_and_go(tmp_path: Path, capsys: pytest.CaptureFix
         and "region 2 back" in said["regions"]
         and "region 1 left" in said["regions"]
     )
-    assert "region 1's data of steps" in said["read by nobody"]
