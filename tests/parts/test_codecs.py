@@ -284,7 +284,7 @@ def plain_payload(coder: Integers | Float4, values: Tensor) -> bytes:
             scale = np.maximum(absmax, np.float32(FLOAT.tiny))
             borders = np.array([2.0**-7, *(1.5 * 2.0**power for power in range(-6, 0))], dtype=np.float32)
             magnitudes = (np.abs(rows / scale)[..., None] > borders).sum(axis=-1)
-            codes = np.where(finite, magnitudes, 7) + 8 * np.signbit(rows)
+            codes = np.where(finite, magnitudes + 8 * np.signbit(rows), 0)
     if coder.per_byte == 2:
         codes = codes[:, : coder.block // 2] + 16 * codes[:, coder.block // 2 :]
     return np.where(finite, scale, np.float32(np.nan)).tobytes() + codes.astype(np.uint8).tobytes()

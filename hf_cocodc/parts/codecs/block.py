@@ -86,9 +86,10 @@ class Blocks(ABC):
         # faster than the largest of the magnitudes, which would have to be written first
         scale = heads.view(torch.float32)
         torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_(), out=scale)
-        not_finite = ~(scale < torch.inf)
-        self._scale_(scale).masked_fill_(not_finite, torch.nan)
-        code = self._encode(rows, scale, not_finite)
+        is_finite = scale < torch.inf
+        self._scale_(scale).masked_fill_(~is_finite, torch.nan)
+        # the bits of a NaN differ between devices; a CPU fills rows where a column is true slower than it multiplies
+        code = self._encode(rows, scale).mul_(is_finite)
         if self.per_byte == 1:
             codes.copy_(code)
         else:
@@ -108,8 +109,8 @@ class Blocks(ABC):
         ...
 
     @abstractmethod
-    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
-        """The codes (uint8, one a value) of `rows` (blocks, block); `not_finite` (blocks, 1): those whose scale is NaN."""
+    def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """The codes (uint8, one a value) of `rows` (blocks, block), in memory of their own; any if the scale is NaN."""
         ...
 
     @abstractmethod
@@ -140,11 +141,10 @@ class Integers(Blocks):
         # The upper limit: absmax / top may be rounded up, and top times this scale could overflow.
         return absmax.div_(exactly(self.top, absmax)).clamp_(_FLOAT.tiny, self._limit)
 
-    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
+    def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         # From 2^23 on, fp32 numbers are integers: the addition rounds half to even, and leaves the code in the lowest byte.
         rounded = torch.div(rows, scale).add_(1.5 * 2.0**23 + self._zero)
-        # the bits of a NaN differ between devices
-        return rounded.view(torch.int32).to(torch.uint8).masked_fill_(not_finite, 0)
+        return rounded.view(torch.int32).to(torch.uint8)
 
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
         if self.per_byte == 1:
@@ -170,14 +170,14 @@ class Float4(Blocks):
     def _scale_(self, absmax: Tensor) -> Tensor:
         return absmax.clamp_(min=_FLOAT.tiny)
 
-    def _encode(self, rows: Tensor, scale: Tensor, not_finite: Tensor) -> Tensor:
+    def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         # Round to the nearest power of two: adding just under half of the mantissa's range to the bits of a float carries
         # into the exponent exactly if the mantissa is above 1.5. The byte kept here is the low exponent bits and the first
         # mantissa bit: 240 for 2^-7, 254 for 1.
         bits = torch.div(rows, scale).view(torch.int32).add_(0x3FFFFF).bitwise_right_shift_(22)
         codes = bits.to(torch.uint8).clamp_(min=240).sub_(240)
         # The lowest step, from 0 to 2^-6, has another width: its border is 2^-7, not 1.5 * 2^-7.
-        codes = torch.maximum(codes >> 1, codes.clamp(max=1)).masked_fill_(not_finite, 7)
+        codes = torch.maximum(codes >> 1, codes.clamp(max=1))
         return codes.add_(rows.signbit(), alpha=8)
 
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
