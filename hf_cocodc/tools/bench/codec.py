@@ -14,7 +14,7 @@ from ...parts.choose import CODECS
 from ...parts.codecs.base import Codec, CodecState, Message, Reply, slices, weighted_mean
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import moved
-from ...parts.tensors.memory import HOST, has_streams
+from ...parts.tensors.memory import HOST, Buffers, has_streams
 from .report import BenchReport, Row
 
 KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
@@ -62,13 +62,16 @@ def _row(
 ) -> Row:
     """The row of a codec; its single measurements join `samples`."""
     target, state = torch.empty_like(values), moved(codec.init(fragment), values.device)
+    buffers, means = Buffers(values.device), list[Tensor]()
     copies, encodes, decodes, busy = [], [], [], []
     for _ in range(repeat + 1):
         start = now(values.device)
         target.copy_(values)
         copies.append(now(values.device) - start)
+        buffers.give(*means)
+        means.clear()
         start = time.process_time()
-        encode, decode, mean = _transfer(codec, fragment, values, state)
+        encode, decode, mean = _transfer(codec, fragment, values, state, buffers, means)
         busy.append(time.process_time() - start)
         encodes.append(encode)
         decodes.append(decode)
@@ -91,9 +94,17 @@ def _row(
 
 
 def _transfer(
-    codec: Codec, fragment: Fragment, values: Tensor, state: CodecState
+    codec: Codec,
+    fragment: Fragment,
+    values: Tensor,
+    state: CodecState,
+    buffers: Buffers,
+    means: list[Tensor],
 ) -> tuple[float, float, Tensor]:
-    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean."""
+    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean.
+
+    Means are decoded into `buffers`, as in a run, and are added to `means`.
+    """
     encoded = 0.0
 
     def exchange(message: Message) -> Reply:
@@ -102,7 +113,8 @@ def _transfer(
         [parts] = slices(coder, numel, 1)
         payloads = [coder.encode(message.values[part]) for part in parts]
         encoded = now(values.device)
-        mean = torch.empty_like(message.values)
+        mean = buffers.take(numel)
+        means.append(mean)
         for payload, part in zip(payloads, parts, strict=True):
             weighted_mean([payload], [1.0], coder, part.stop - part.start, out=mean[part])
         return Reply(mean, lambda: mean)
