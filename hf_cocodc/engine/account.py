@@ -139,8 +139,8 @@ class Totals:
 
     `bytes_sent` counts payload bytes that this region has sent to all others together, over all its lanes: transfers, means of
     global params, and broadcasts (first parameters, global params that had come apart, a checkpoint that another region takes
-    over), passed on by regions that receive them. `blocked_s` is the time for
-    which the training thread was held here: it waited for the link, or sent, or landed.
+    over), passed on by regions that receive them. `blocked_s` is the time for which the training thread was held here: it
+    waited for the link, or sent, or landed.
     """
 
     sends: int = 0

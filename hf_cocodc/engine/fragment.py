@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,6 @@ from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
 from .local_params import LocalParams
 from .transfer import Trained, Transfer
-
-
-class FreshOuterGrad(NamedTuple):
-    """The present global params minus the present local ones, with what eager updates need to know of it.
-
-    Attributes:
-        flat: at rest.
-        taken_share, fresh_share: see `OuterInfo`.
-    """
-
-    flat: Tensor
-    taken_share: Tensor | float
-    fresh_share: Tensor | float
 
 
 @dataclass
