@@ -246,7 +246,7 @@ class TcpLink:
 
     def _payload_buffers(self, home: Home) -> Buffers:
         """Memory on the host for the payloads of values that are computed with there."""
-        return self._buffers.setdefault(home.device, Buffers(HOST, home.device))
+        return self._buffers.setdefault(home.device, Buffers(HOST, home.device, lengths_vary=True))
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         if self.standing is Standing.JOINING:

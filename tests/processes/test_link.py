@@ -347,6 +347,20 @@ def test_means_are_made_where_the_values_are(codec: Codec) -> None:
         torch.testing.assert_close(found, on_host, atol=0, rtol=0)
 
 
+def test_payloads_of_many_lengths_do_not_let_the_memory_grow() -> None:
+    """As those of a codec whose rank follows the spectrum: what is kept is one transfer's."""
+
+    def body(region: int, link: TcpLink) -> int:
+        home = Home()
+        for numel in range(2000, 1000, -25):
+            fragment = Fragment(0, ("vector",), ((numel,),), numel)
+            converse = partial(codecs.fp32().converse, torch.ones(numel), fragment, {})
+            link.mean(MeanRequest(converse, numel, Trailer, f"{numel} values", home=home)).wait()
+        return link._payload_buffers(home).spare_bytes
+
+    assert max(run_over_tcp(2, body)) == 8000
+
+
 def test_memory_that_is_handed_back_is_used_again() -> None:
     """By means of the same length; what a codec has made itself does not let the memory grow."""
     codec = codecs.feedback(codecs.lowrank(4))
@@ -360,7 +374,7 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
             result = link.mean(request).wait().result
             state = result.state
             home.give(result.mean)
-        return home.buffers.spare_bytes
+        return home.spare_bytes
 
     def plain(region: int, link: TcpLink) -> list[int]:
         home, places = Home(), []

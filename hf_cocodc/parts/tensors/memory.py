@@ -1,5 +1,6 @@
 """Where flat tensors rest, where they are computed with, and the way between the two."""
 
+import bisect
 import contextlib
 import functools
 import mmap
@@ -15,7 +16,83 @@ from torch.utils.weak import WeakIdKeyDictionary
 HOST = torch.device("cpu")
 
 
-class Home:
+class Buffers:
+    """Flat buffers for reuse: the host clears new memory page by page, and pinning it takes longer still.
+
+    Any thread may take and give. On an accelerator torch itself reuses memory, and `give` does nothing.
+
+    Args:
+        device: of the buffers.
+        user: the device that copies from and to them; if it is a GPU, buffers of the host are pinned.
+        lengths_vary: whether a longer spare buffer may serve; one that is too short then makes room for a longer one. So there
+            are never more buffers than were lent at once. If not, a buffer has exactly the length that was asked for, and
+            nothing is freed: for tensors of a few fixed lengths.
+    """
+
+    def __init__(
+        self, device: torch.device = HOST, user: torch.device = HOST, lengths_vary: bool = False
+    ) -> None:
+        self._device, self._user, self._lengths_vary = device, user, lengths_vary
+        # by type, the shortest first
+        self._spare: dict[torch.dtype, list[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        self._lent = WeakIdKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat buffer of `numel` undefined values."""
+        if self._device != HOST:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        buffer, given = self._spare_one(numel, dtype)
+        if buffer is None:
+            is_pinned = self._is_for_gpu and numel
+            buffer = (
+                pinned(numel, dtype, self._user) if is_pinned else torch.empty(numel, dtype=dtype, device=HOST)
+            )
+        if given is not None:  # its last user was perhaps another stream
+            torch.cuda.current_stream(self._user).wait_event(given)
+        lent = buffer[:numel]
+        self._lent[lent] = buffer
+        return lent
+
+    def give(self, *buffers: Tensor) -> None:
+        """Return buffers; do not use them afterwards."""
+        if self._device != HOST:
+            return
+        given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
+        with self._lock:
+            for each in buffers:
+                buffer = self._lent.pop(each, None)
+                if buffer is not None:  # a codec makes means of its own: with them the memory would grow
+                    bisect.insort_left(self._spare.setdefault(buffer.dtype, []), (buffer, given), key=_length)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that are kept for reuse now."""
+        return sum(buffer.nbytes for spare in self._spare.values() for buffer, _ in spare)
+
+    def _spare_one(
+        self, numel: int, dtype: torch.dtype
+    ) -> tuple[Tensor, torch.cuda.Event | None] | tuple[None, None]:
+        """A spare buffer that is long enough, and when its last user gave it back; nothing if there is none."""
+        with self._lock:
+            spare = self._spare.get(dtype, [])
+            place = bisect.bisect_left(spare, numel, key=_length)
+            if place < len(spare) and (self._lengths_vary or _length(spare[place]) == numel):
+                return spare.pop(place)
+            too_short = spare.pop() if self._lengths_vary and spare else None
+        del too_short  # freed without the lock: the device may be waited for
+        return None, None
+
+    @property
+    def _is_for_gpu(self) -> bool:
+        return self._device == HOST and has_streams(self._user)
+
+
+def _length(spare: tuple[Tensor, Any]) -> int:
+    return spare[0].numel()
+
+
+class Home(Buffers):
     """Where flat tensors rest, and the device on which they are computed with: that of the model's parameters.
 
     Code that computes brings a slice in (`visit`), computes, and brings the result back (`store`). Where both are one device,
@@ -30,20 +107,12 @@ class Home:
     def __init__(self, device: torch.device = HOST, rests_on_host: bool = False) -> None:
         self.device = device
         self.rest = HOST if rests_on_host else device
-        self.buffers = Buffers(self.rest, device)
+        super().__init__(self.rest, device)
 
     @property
     def is_apart(self) -> bool:
         """Whether flat tensors rest elsewhere than where they are computed with."""
         return self.rest != self.device
-
-    def take(self, numel: int) -> Tensor:
-        """A flat fp32 tensor of `numel` undefined values, at rest."""
-        return self.buffers.take(numel)
-
-    def give(self, *flats: Tensor) -> None:
-        """Return flat tensors; do not use them afterwards."""
-        self.buffers.give(*flats)
 
     def fill(self, flat: Tensor, values: Tensor | float) -> Tensor:
         """Write to a flat tensor from where it rests; returns it. Its last user may be a copy of the device, under way still."""
@@ -79,60 +148,6 @@ class Home:
         """Wait until what was stored is there, before the host reads flat tensors."""
         if self.is_apart and has_streams(self.device):
             torch.cuda.synchronize(self.device)
-
-
-class Buffers:
-    """Flat buffers for reuse: the host clears new memory page by page, and pinning it takes longer still.
-
-    Any thread may take and give. On an accelerator torch itself reuses memory, and `give` does nothing.
-
-    Args:
-        device: of the buffers.
-        user: the device that copies from and to them; if it is a GPU, buffers of the host are pinned.
-    """
-
-    def __init__(self, device: torch.device = HOST, user: torch.device = HOST) -> None:
-        self._device, self._user = device, user
-        self._spare: dict[tuple[int, torch.dtype], list[tuple[Tensor, torch.cuda.Event | None]]] = {}
-        self._lent = WeakIdKeyDictionary()
-        self._lock = threading.Lock()
-
-    def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A flat buffer of `numel` undefined values."""
-        with self._lock:
-            spare = self._spare.get((numel, dtype))
-            buffer, given = spare.pop() if spare else (None, None)
-        if buffer is None:
-            if self._is_for_gpu and numel:
-                buffer = pinned(numel, dtype, self._user)
-            else:
-                buffer = torch.empty(numel, dtype=dtype, device=self._device)
-        if given is not None:  # its last user was perhaps another stream
-            torch.cuda.current_stream(self._user).wait_event(given)
-        if self._device == HOST:
-            self._lent[buffer] = True
-        return buffer
-
-    def give(self, *buffers: Tensor) -> None:
-        """Return buffers; do not use them afterwards."""
-        if self._device != HOST:
-            return
-        given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
-        with self._lock:
-            for each in buffers:
-                if self._lent.pop(
-                    each, False
-                ):  # a codec makes means of its own: with them the memory would grow
-                    self._spare.setdefault((each.numel(), each.dtype), []).append((each, given))
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that are kept for reuse now."""
-        return sum(buffer.nbytes for spare in self._spare.values() for buffer, _ in spare)
-
-    @property
-    def _is_for_gpu(self) -> bool:
-        return self._device == HOST and has_streams(self._user)
 
 
 def has_streams(device: torch.device) -> bool:
