@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import CocodcError
 from ..link.base import Link
 from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
@@ -146,7 +147,9 @@ class Synchronizer:
         Raises:
             LinkError: a transfer failed; nothing of it was applied.
             InputError: shares follow the tokens, and they are unknown.
+            CocodcError: an earlier send or landing has failed halfway. So does every method that trains, shows or saves.
         """
+        self._refuse_broken()
         traffic = self._traffic
         traffic.inner_step += 1
         if trained:
@@ -187,6 +190,7 @@ class Synchronizer:
 
         Returns the words of all regions, if a transfer landed. Raises HandshakeError if regions hold different models.
         """
+        self._refuse_broken()
         self._look()
         with self.held():
             words = self._traffic.end(self.fragments, word)
@@ -204,6 +208,7 @@ class Synchronizer:
         If a method lets global params differ between regions (eager updates), it holds their mean, in a collective call; if not
         `averaged`, this region's own. `everywhere`: in all ranks of the region; else ranks without an engine are not asked.
         """
+        self._refuse_broken()
         self._look()
         params = [param for each in self.fragments for param in each.local.params]
         with local_kept(self._model, params, self._home.rest):
@@ -249,6 +254,7 @@ class Synchronizer:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Give up the local params for the global ones, and count anew the rounds that do not count."""
+        self._refuse_broken()
         self._look()
         transfers.begin_anew(self.fragments)
 
@@ -268,6 +274,7 @@ class Synchronizer:
         Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A collective
         call of the region's ranks.
         """
+        self._refuse_broken()
         transfers.wait_for_transfers(self.fragments)
         self._home.settle()
         return {
@@ -306,6 +313,7 @@ class Synchronizer:
         is of another model or method.
         """
         self._look()
+        keep = keep and not self._traffic.broken
         kept = transfers.give_up(self.fragments, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)
@@ -324,6 +332,13 @@ class Synchronizer:
         self.measured.load_state_dict(state)
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
+
+    def _refuse_broken(self) -> None:
+        if self._traffic.broken:
+            raise CocodcError(
+                f"{self._traffic.broken}. What this region holds is no state of the run, and is not trained, shown or saved: go "
+                "back to the last checkpoint (--resume)."
+            )
 
     def _check_same_end(self, inner_step: int) -> int:
         digest, mended = check_same_end(self.link, self._model, self._watch.names, inner_step, self._record)

@@ -5,13 +5,15 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import LinkError, short
 from ..link.base import Arrival, Link, MeanRequest
 from ..link.records import Ending, Trailer, Word, Words
 from ..link.spreading import spread
@@ -42,6 +44,7 @@ class Traffic:
 
     Attributes:
         trained_at: last inner step that trained; -1 once this region has given up what it has trained.
+        broken: what has failed halfway, so that this region holds no state of any step; empty if nothing has.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Traffic:
         self._measured, self._account = measured, account
         self._digest_interval = digest_interval
         self.inner_step = self.trained_at = 0
+        self.broken = ""
         self.shares = Shares(weights, link.is_elastic)
         self._guarding, self._is_bounded = Guarding(guard, link.region), is_bounded
 
@@ -70,8 +74,22 @@ class Traffic:
         """Continue from what `state_dict` returned."""
         sound_counts(state["inner_step"])
         self.inner_step = self.trained_at = state["inner_step"]
+        self.broken = ""
         # earlier versions did not count: every inner step was trained, on an unknown number of tokens
         self.shares.trained = Trained.of(state.get("trained", (self.inner_step, 0)))
+
+    @contextmanager
+    def _whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
+        """Remember that the block has failed halfway, unless it was with an error that is `harmless`."""
+        try:
+            yield
+        except harmless:
+            raise
+        except BaseException as error:
+            words = short(error, 400).rstrip(". ")
+            said = f": {words}" if words else ""
+            self.broken = f"{what} at step {self.inner_step} failed halfway: {type(error).__name__}{said}"
+            raise
 
     def hold(
         self, events: Sequence[Send | Land], fragments: Sequence[FragmentState], word: Word
@@ -88,8 +106,10 @@ class Traffic:
 
     def send(self, fragment: FragmentState, word: Word) -> None:
         """Send the outer gradient of a fragment."""
-        with torch.profiler.record_function("hf_cocodc::send"):
-            index, step, began = fragment.fragment.index, self.inner_step, self._link.clock()
+        index, step, began = fragment.fragment.index, self.inner_step, self._link.clock()
+        # the schedule counts it as made. Where the link has failed, no state can be saved either
+        whole = self._whole(f"a send of fragment {index}", LinkError)
+        with torch.profiler.record_function("hf_cocodc::send"), whole:
             snapshot, outer_grad, own_square = fragment.prepare(fragment.base())
             [square] = self._link.total(own_square.view(1))
             share = self.shares.share(fragment.trained, step - fragment.sent_at)
@@ -208,19 +228,20 @@ class Traffic:
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival)
-            verdict = self._guarding.verdict(transfer, arrival)
-            if self._guarding.own_fate(transfer, arrival) == DROPPED:
-                take_global(fragment)
-            fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
-            fragment.codec = self._codec_after(transfer, arrival)
-            self._count_round(fragment, transfer, arrival)
-            if arrival.is_finite:
-                self._take_in(fragment, transfer, arrival, merge)
-            else:
-                self._pass_over(fragment, transfer, arrival)
-            self._guarding.remember(fragment, transfer, arrival)
-            if len({trailer.digest for trailer in arrival.trailers}) > 1:
-                reunite(self._link, fragment, self._measured)
+            with self._whole(f"a landing of fragment {index}"):
+                verdict = self._guarding.verdict(transfer, arrival)
+                if self._guarding.own_fate(transfer, arrival) == DROPPED:
+                    take_global(fragment)
+                fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
+                fragment.codec = self._codec_after(transfer, arrival)
+                self._count_round(fragment, transfer, arrival)
+                if arrival.is_finite:
+                    self._take_in(fragment, transfer, arrival, merge)
+                else:
+                    self._pass_over(fragment, transfer, arrival)
+                self._guarding.remember(fragment, transfer, arrival)
+                if len({trailer.digest for trailer in arrival.trailers}) > 1:
+                    reunite(self._link, fragment, self._measured)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
             seconds = Seconds.of(arrival, blocked_s, began, self._link.clock())
             self._account.landed(self.inner_step, index, sent_at, arrival, seconds, verdict)
