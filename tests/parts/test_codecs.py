@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,25 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.link.base import Arrival, MeanRequest
+from hf_cocodc.link.base import Arrival, MeanRequest, drive
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs
-from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Plain, weighted_mean
+from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Message, Plain, Reply, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, effective_rank, lowrank, share_of_rank
+from hf_cocodc.parts.codecs.lowrank import (
+    LowRank,
+    _orthonormal,
+    effective_rank,
+    lowrank,
+    product,
+    projection,
+    share_of_rank,
+)
 from hf_cocodc.parts.codecs.tiles import Codebook
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
@@ -557,6 +567,44 @@ def test_low_rank_is_its_oracle(num_regions: int) -> None:
         states = [arrival.result.state for arrival in arrivals]
         unit = Q / np.abs(Q).max(axis=0)
         np.testing.assert_allclose(states[0]["q"].view(rank, cols).T, unit, atol=1e-4)
+
+
+class OfProducts(TorchDispatchMode):
+    """Notes the types of the matrices that are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.types |= {each.dtype for each in args if isinstance(each, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_no_setting_of_a_script_changes_a_product(name: str) -> None:
+    """Products of fp32 matrices follow `torch.set_float32_matmul_precision` (TF32 on GPUs, bf16 on CPUs): here there are none."""
+    codec = CODECS[name]
+
+    def exchange(message: Message) -> Reply:
+        values = round_trip(message.coder, message.values)
+        return Reply(values, lambda: values)
+
+    with OfProducts() as products:
+        drive(codec.converse(normal(FRAGMENT.numel, 1), FRAGMENT, codec.init(FRAGMENT)), exchange)
+    assert products.types == ({torch.float64} if "lowrank" in name else set())
+
+
+def test_a_product_is_summed_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part: the fp32 numbers next to the true sums."""
+    left, right = normal(70 * 300, 1).view(70, 300), normal(300 * 5, 2).view(300, 5)
+    exact = (left.double() @ right.double()).float()
+    monkeypatch.setitem(product.__globals__, "SLICE", 300 * 16)
+    into = torch.empty(70, 5)
+    assert product(left, right, into) is into
+    for found in (product(left, right), into, projection(left, right), projection(right.T, left.T).T):
+        assert torch.equal(found, exact)
 
 
 def test_warm_starts_are_equal_everywhere_and_leave_the_random_state_alone() -> None:

@@ -10,8 +10,12 @@ from ...errors import InputError
 from ..fragments import Fragment
 from ..tensors.flat import flat_zeros, split_views
 from ..tensors.memory import HOST
-from .base import CodecState, Coder, Conversation, Message, Result, message_bytes
+from ..tensors.slices import longest
+from .base import SLICE, CodecState, Coder, Conversation, Message, Result, message_bytes
 from .block import Integers
+
+_IN_CACHES = 4
+"""Slices that a product on the host is computed with: larger ones leave the caches, smaller ones take more calls."""
 
 Sides = Mapping[int, tuple[int, int]]
 """(rows, columns) of each parameter that is sent at low rank, keyed by its position in the fragment."""
@@ -53,13 +57,13 @@ class LowRank:
         p_shapes = [(rank, rows) for rows, _ in sides.values()]
         q_shapes = [(rank, cols) for _, cols in sides.values()]
 
-        sketches = [q[:rank] @ matrix.T for q, matrix in zip(warm, matrices, strict=True)]
+        sketches = [product(matrix, q[:rank].T).T for q, matrix in zip(warm, matrices, strict=True)]
         first = yield Message(_flat([*sketches, *rest]), self.coder)
         p_numel = sum(map(math.prod, p_shapes))
         if not sides:
             return Result(first.mean, first.own, state)
         p = [_orthonormal(mean) for mean in split_views(first.mean[:p_numel], p_shapes)]
-        projected = [basis @ matrix for basis, matrix in zip(p, matrices, strict=True)]
+        projected = [projection(basis, matrix) for basis, matrix in zip(p, matrices, strict=True)]
         second = yield Message(_flat(projected), self.coder)
         q = split_views(second.mean, q_shapes)
 
@@ -133,8 +137,9 @@ def lowrank(
     mean has fewer directions than columns, the other columns of P are zero: a QR would fill them with rounding noise, which
     differs between processors.
 
-    Every region computes P and the mean itself. On GPUs, regions get equal bits if they have the same kind of device and the
-    same setting for products of matrices in TF32.
+    Every region computes P and the mean itself. Products are summed in double precision, so their bits follow no setting of the
+    script (TF32). Regions get equal bits if they have the same kind of device. Kinds differ in the last bit of a few values, and
+    regions that have come apart are brought back to one value (`outer.digest_interval`).
 
     Args:
         rank: r_1, the first and highest rank.
@@ -196,6 +201,32 @@ def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
     return min(int((squares.cumsum(0) < energy * total).sum()) + 1, len(squares))
 
 
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product of two fp32 matrices in fp32, summed in double precision: the first one is the large one, or the product is.
+
+    In fp32 its bits would follow a setting of the user's script (TF32), and the kind of the processor.
+    """
+    into = left.new_empty(len(left), right.shape[1]) if out is None else out
+    exact, high = right.double(), _high(max(left.shape[1], right.shape[1]), left.device)
+    for rows, place in zip(left.split(high), into.split(high), strict=True):
+        place.copy_(rows.double() @ exact)
+    return into
+
+
+def projection(basis: Tensor, matrix: Tensor) -> Tensor:
+    """`product(basis, matrix)` for a large matrix."""
+    total = basis.new_zeros(len(basis), matrix.shape[1], dtype=torch.float64)
+    high = _high(matrix.shape[1], matrix.device)
+    for part, rows in zip(basis.split(high, 1), matrix.split(high), strict=True):
+        total.addmm_(part.double(), rows.double())
+    return total.float()
+
+
+def _high(wide: int, device: torch.device) -> int:
+    """Rows of a matrix that are brought to fp64 at once, where they take twice the memory."""
+    return max(min(_IN_CACHES * longest(device), SLICE) // max(wide, 1), 1)
+
+
 def _orthonormal(factor: Tensor) -> Tensor:
     """Orthonormal rows that span the rows of `factor`: the Q of a QR in which R has no negative diagonal entry."""
     q, r = torch.linalg.qr(factor.T.double())
@@ -220,7 +251,7 @@ def _assemble(
     flat = rest.new_empty(fragment.numel)
     views = dict(enumerate(fragment.views(flat)))
     for (i, shape), p_i, q_i in zip(sides.items(), p, q, strict=True):
-        torch.mm(p_i.T, q_i, out=views.pop(i).view(shape))
+        product(p_i.T, q_i, views.pop(i).view(shape))
     shapes = [tuple(view.shape) for view in views.values()]
     for view, values in zip(views.values(), split_views(rest, shapes), strict=True):
         view.copy_(values)
