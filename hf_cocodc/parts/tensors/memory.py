@@ -46,10 +46,15 @@ class Buffers:
         if buffer is None:
             is_pinned = self._is_for_gpu and numel
             buffer = (
-                pinned(numel, dtype, self._user) if is_pinned else torch.empty(numel, dtype=dtype, device=HOST)
+                pinned(numel, dtype, self._user)
+                if is_pinned
+                else torch.empty(numel, dtype=dtype, device=HOST)
             )
         if given is not None:  # its last user was perhaps another stream
             torch.cuda.current_stream(self._user).wait_event(given)
+        if buffer.numel() == numel:
+            self._lent[buffer] = None  # to name it would keep it for ever
+            return buffer
         lent = buffer[:numel]
         self._lent[lent] = buffer
         return lent
@@ -61,9 +66,11 @@ class Buffers:
         given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
         with self._lock:
             for each in buffers:
-                buffer = self._lent.pop(each, None)
-                if buffer is not None:  # a codec makes means of its own: with them the memory would grow
-                    bisect.insort_left(self._spare.setdefault(buffer.dtype, []), (buffer, given), key=_length)
+                if each not in self._lent:  # a codec makes means of its own: with them the memory would grow
+                    continue
+                whole = self._lent.pop(each)
+                buffer = each if whole is None else whole
+                bisect.insort_left(self._spare.setdefault(buffer.dtype, []), (buffer, given), key=_length)
 
     @property
     def spare_bytes(self) -> int:
