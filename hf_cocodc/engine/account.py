@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..link.base import Arrival, Link
-from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID, Verdict
+from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID
 from ..parts.schedules import AgreedStats
 from ..parts.tensors.memory import HOST, has_streams
 from .compatibility import sound_counts, sound_numbers
@@ -243,15 +243,14 @@ class Account:
         )
         self._record("sit_out", step=step, fragment=fragment)
 
-    def landed(
-        self, step: int, fragment: int, sent_at: int, arrival: Arrival, seconds: Seconds, verdict: Verdict
-    ) -> None:
+    def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, seconds: Seconds) -> None:
         """Record a landing. A mean that is not finite is void."""
+        verdict = arrival.verdict
         if any(verdict.fates):
-            self._guarded(step, fragment, sent_at, arrival, verdict)
+            self._guarded(step, fragment, sent_at, arrival)
         if verdict.outside and not self._is_told:
             self._is_told = True
-            self._not_judged(step, arrival, verdict)
+            self._not_judged(step, arrival)
         losses = [trailer.loss for trailer in arrival.trailers if math.isfinite(trailer.loss)]
         totals = self.totals
         totals.landings += 1
@@ -293,8 +292,9 @@ class Account:
             **_common_digest(arrival),
         )
 
-    def _guarded(self, step: int, fragment: int, sent_at: int, arrival: Arrival, verdict: Verdict) -> None:
+    def _guarded(self, step: int, fragment: int, sent_at: int, arrival: Arrival) -> None:
         """Record outer gradients that counted less because they were out of the ordinary."""
+        verdict = arrival.verdict
         fates = {
             str(region): fate for region, fate in zip(arrival.members, verdict.fates, strict=True) if fate
         }
@@ -309,12 +309,12 @@ class Account:
         facts = {"regions": fates, "norms": _shown(norms), "limit": verdict.limit}
         self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
 
-    def _not_judged(self, step: int, arrival: Arrival, verdict: Verdict) -> None:
+    def _not_judged(self, step: int, arrival: Arrival) -> None:
         """Record that the norm guard cannot compare the regions of this run."""
         pairs = list(zip(arrival.members, arrival.trailers, strict=True))
         rates = ", ".join(f"region {region}: {each.round_lr:.3g}" for region, each in pairs)
         why = f"regions have different learning rates ({rates}), and norms follow them"
-        if verdict.outside == NOT_BOUNDED:
+        if arrival.verdict.outside == NOT_BOUNDED:
             free = " and ".join(f"region {region}" for region, each in pairs if not each.is_bounded)
             why = (
                 f"the inner optimizer of {free} does not bound its steps (SGD's follow the gradient), and nobody clips gradients "

@@ -12,6 +12,7 @@ from ..link.base import Arrival, ArrivedHandle, Link
 from ..methods import Method
 from ..parts.codecs.base import Codec, Conversation, Plain, Result
 from ..parts.fragments import Fragment
+from ..parts.guard import Verdict
 from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
@@ -228,7 +229,9 @@ class FragmentState:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
         home = self.home
         mean, outer_grad = (home.fill(self.take(), 0.0) for _ in range(2))
-        handle = ArrivedHandle(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
+        handle = ArrivedHandle(
+            Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, (), Verdict(()))
+        )
         snapshot = home.fill(self.take(), self.global_params)
         transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)
         transfer.handle = handle

@@ -28,27 +28,19 @@ class Guarding:
         """A function that judges the trailers of a transfer that is sent now."""
         return lambda trailers: rules.judge(self._guard, ordinary, _said(trailers))
 
-    def verdict(self, transfer: Transfer, arrival: Arrival) -> Verdict:
-        """The verdict by which a transfer was averaged."""
-        if transfer.verdict is None:
-            transfer.verdict = self.judge(transfer.ordinary)(arrival.trailers)
-        return transfer.verdict
-
     def own_fate(self, transfer: Transfer, arrival: Arrival) -> str:
         """What the guard did to this region's outer gradient: "", "clipped", "dropped" or "void"."""
         if not transfer.is_own or self._region not in arrival.members:
             return ""
-        return self.verdict(transfer, arrival).fates[arrival.members.index(self._region)]
+        return arrival.verdict.fates[arrival.members.index(self._region)]
 
-    def limit_of_fresh(
-        self, fragment: FragmentState, rate: float, landing: Transfer, arrival: Arrival
-    ) -> float:
+    def limit_of_fresh(self, fragment: FragmentState, rate: float, arrival: Arrival) -> float:
         """The ordinary norm for an outer gradient that no other region judges; 0 if there is none.
 
         As for a transfer, that norm is the larger of two: by the history, and of the regions in the transfer that lands. Those
         are one round older: if the learning rate has grown since, so may the norm.
         """
-        verdict = self.verdict(landing, arrival)
+        verdict = arrival.verdict
         rates = [each.round_lr for each in arrival.trailers if each.round_lr]
         grown = max(rate / min(rates), 1.0) if rates else 1.0
         limit = max(self.ordinary(fragment).at(rate), verdict.limit * grown)
@@ -66,9 +58,9 @@ class Guarding:
         """Whether a fresh outer gradient of this norm has counted less."""
         return bool(self._guard and limit and rules.share(self._guard, limit, norm) < 1)
 
-    def remember(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+    def remember(self, fragment: FragmentState, arrival: Arrival) -> None:
         """Let a transfer that has landed be part of what is ordinary, unless it was out of the ordinary itself."""
-        trailers = arrival.trailers
+        trailers, verdict = arrival.trailers, arrival.verdict
         counted = [each for each in trailers if each.weight]
         trained = [each for each in trailers if each.weight or each.trained_at == each.inner_step]
         # where every region that has trained is excluded, nothing lands either
@@ -76,7 +68,6 @@ class Guarding:
         fragment.voids = fragment.voids + 1 if is_void else 0
         if self._guard is None:
             return
-        verdict = self.verdict(transfer, arrival)
         fates = zip(arrival.members, verdict.fates, strict=False)
         fragment.far_regions = tuple(region for region, fate in fates if fate)
         known = [each.loss for each in counted if not math.isnan(each.loss)]

@@ -328,7 +328,7 @@ class Synchronizer:
         self._look()
         self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            transfers.load(fragment, saved)
+            transfers.load(fragment, saved, self._traffic.judge)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])

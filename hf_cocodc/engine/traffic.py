@@ -65,6 +65,7 @@ class Traffic:
         self.broken = ""
         self.shares = Shares(weights, link.is_elastic)
         self._guarding, self._is_bounded = Guarding(guard, link.region), is_bounded
+        self.judge = self._guarding.judge
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the fragments."""
@@ -229,7 +230,6 @@ class Traffic:
             if arrival.trailers:
                 self._measured.hear(index, arrival)
             with self._whole(f"a landing of fragment {index}"):
-                verdict = self._guarding.verdict(transfer, arrival)
                 if self._guarding.own_fate(transfer, arrival) == DROPPED:
                     take_global(fragment)
                 fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
@@ -239,12 +239,12 @@ class Traffic:
                     self._take_in(fragment, transfer, arrival, merge)
                 else:
                     self._pass_over(fragment, transfer, arrival)
-                self._guarding.remember(fragment, transfer, arrival)
+                self._guarding.remember(fragment, arrival)
                 if len({trailer.digest for trailer in arrival.trailers}) > 1:
                     reunite(self._link, fragment, self._measured)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
             seconds = Seconds.of(arrival, blocked_s, began, self._link.clock())
-            self._account.landed(self.inner_step, index, sent_at, arrival, seconds, verdict)
+            self._account.landed(self.inner_step, index, sent_at, arrival, seconds)
             self._link.landed(arrival)
             return arrival.words or None
 
@@ -327,8 +327,8 @@ class Traffic:
 
     def _codec_after(self, transfer: Transfer, arrival: Arrival) -> CodecState:
         """The codec's state after a transfer, without residuals of an outer gradient out of the ordinary."""
-        state, verdict = arrival.result.state, self._guarding.verdict(transfer, arrival)
-        is_wrong = verdict.is_void or self._guarding.own_fate(transfer, arrival)
+        state = arrival.result.state
+        is_wrong = arrival.verdict.is_void or self._guarding.own_fate(transfer, arrival)
         return without_residuals(state) if is_wrong else state
 
     def _merge_info(self, transfer: Transfer) -> MergeInfo:
@@ -340,8 +340,7 @@ class Traffic:
 
     def _outer_info(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterInfo:
         """The facts of a transfer that all regions have alike."""
-        fates = self._guarding.verdict(transfer, arrival).fates
-        counted = zip(arrival.trailers, fates, strict=True)
+        counted = zip(arrival.trailers, arrival.verdict.fates, strict=True)
         return OuterInfo(
             fragment=fragment.fragment.index,
             round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
@@ -357,7 +356,7 @@ class Traffic:
         """The facts of a transfer that lands now, with those in which regions differ; and the fresh outer gradient."""
         share, taken = self._own_share(transfer, arrival), transfer.taken
         rate = self._measured.mean_lr(transfer.lr_sum, self.inner_step - transfer.sent_at)
-        limit = self._guarding.limit_of_fresh(fragment, rate, transfer, arrival)
+        limit = self._guarding.limit_of_fresh(fragment, rate, arrival)
         flat, square = self._fresh_outer_grad(fragment, limit)
         fresh_share = share * self._guarding.share_of_fresh(limit, square)
         for other in fragment.in_flight:  # the fresh outer gradient has theirs in it
@@ -375,7 +374,7 @@ class Traffic:
         # one that sat out, or was dropped, says nothing about its next share
         if not own or self._guarding.own_fate(transfer, arrival) == DROPPED:
             return 1 / len(weights)
-        return own / self._guarding.verdict(transfer, arrival).total
+        return own / arrival.verdict.total
 
     def _fresh_outer_grad(self, fragment: FragmentState, limit: float) -> tuple[Tensor, Tensor]:
         """Global minus local now (zero if not finite), and its sum of squares; it is held against `limit`."""

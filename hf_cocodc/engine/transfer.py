@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..link.base import Handle
-from ..parts.guard import Ordinary, Verdict
+from ..parts.guard import Ordinary
 from .compatibility import sound_counts
 
 TOKENS = 2**40
@@ -45,7 +45,6 @@ class Transfer:
         ordinary: what was ordinary at the send (`parts.guard`).
         is_finite: whether this region's outer gradient was finite; known as `norm` is.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
-        verdict: by which it was averaged; None until somebody has asked for it.
         handle: waits for the mean; set at the send.
     """
 
@@ -62,7 +61,6 @@ class Transfer:
     ordinary: Ordinary = Ordinary()
     is_finite: bool = True
     trained: Trained = Trained()
-    verdict: Verdict | None = None
     handle: Handle = field(init=False)
 
 

@@ -1,7 +1,7 @@
 """Saves and loads the state of a fragment and of its transfers, or gives the transfers up."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..link.base import Arrival, ArrivedHandle
 from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
-from ..parts.guard import Ordinary
+from ..parts.guard import Ordinary, Verdict
 from ..parts.merges import Merge
 from ..parts.tensors.memory import HOST
 from .compatibility import HISTORIES, same_structure, sound_fragment
@@ -38,6 +38,8 @@ _LATER: dict[str, Any] = {"voids": 0, "far_losses": 0} | {name: [] for name in H
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
 _SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
 """Earlier versions lack some of these."""
+Judge = Callable[[Ordinary], Callable[[Sequence[Trailer]], Verdict]]
+"""By what is ordinary for a transfer: how much each region counts in it, by the trailers of all."""
 
 
 def saved(fragment: FragmentState) -> dict[str, Any]:
@@ -47,8 +49,11 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
-def load(fragment: FragmentState, state: dict[str, Any]) -> None:
-    """Continue from what `saved` returned. Raises CheckpointError if the state is of another optimizer or codec, or damaged."""
+def load(fragment: FragmentState, state: dict[str, Any], judge: Judge) -> None:
+    """Continue from what `saved` returned; `judge` as for new transfers (`Guarding.judge`).
+
+    Raises CheckpointError if the state is of another optimizer or codec, or damaged.
+    """
     index = fragment.fragment.index
     state = {**state, "outer": _with_scalars(state["outer"], fragment.outer)}
     forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
@@ -78,7 +83,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     fragment.trained = Trained.of(state.get("trained", (state["sent_at"], 0)))
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
-        fragment.in_flight.append(_loaded({**each, **flats}))
+        fragment.in_flight.append(_loaded({**each, **flats}, judge))
 
 
 def _with_scalars(saved: Any, form: Any) -> Any:
@@ -211,7 +216,7 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
     }
 
 
-def _loaded(state: dict[str, Any]) -> Transfer:
+def _loaded(state: dict[str, Any], judge: Judge) -> Transfer:
     """A transfer whose result is here and waits for its landing."""
     mean = state["mean"]
     members = tuple(
@@ -221,12 +226,12 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     result = Result(mean, lambda: mean, state["codec"])
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
     # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
-    arrival = Arrival(result, trailers, **numbers, members=members)
+    ordinary = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
+    arrival = Arrival(result, trailers, **numbers, members=members, verdict=judge(ordinary)(trailers))
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
     numbers_of_transfer = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
-    numbers_of_transfer["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
     trained = Trained.of(state.get("trained", ()))
-    transfer = Transfer(**kept, **numbers_of_transfer, trained=trained)
+    transfer = Transfer(**kept, **numbers_of_transfer, ordinary=ordinary, trained=trained)
     transfer.handle = ArrivedHandle(arrival)
     return transfer
 

@@ -27,6 +27,7 @@ class Arrival(NamedTuple):
         square: sum of squares of the mean, over all lanes of the region; computed while training goes on. Not finite if the
             mean is not, or is larger than what the regions sent (`parts.guard.believed`).
         members: the regions that took part, in the order of the trailers.
+        verdict: how much each of them counted in the mean.
         changes: how often regions had come in or left before the transfer was sent; -1 if the link does not count that.
         ended_at: when the mean was here, by the link's clock; None if unknown.
     """
@@ -37,6 +38,7 @@ class Arrival(NamedTuple):
     seconds: float
     square: float
     members: tuple[int, ...]
+    verdict: Verdict
     changes: int = -1
     ended_at: float | None = None
 

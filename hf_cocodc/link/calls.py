@@ -81,7 +81,14 @@ class MeanCall:
         sum_of_squares = believed(square_at(home, result.mean), verdict)
         ended = time.perf_counter()
         return Arrival(
-            result, trailers, self.bytes_sent, ended - began, sum_of_squares, self._members, ended_at=ended
+            result,
+            trailers,
+            self.bytes_sent,
+            ended - began,
+            sum_of_squares,
+            self._members,
+            verdict,
+            ended_at=ended,
         )
 
     def _received(self, rows: Sequence[Tensor]) -> tuple[Trailer, ...]:

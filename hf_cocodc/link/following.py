@@ -160,7 +160,7 @@ class FollowedMean:
 
     def __init__(self, asked: AwaitedCall, request: MeanRequest) -> None:
         self._asked = asked
-        self._numel, self._what, self._home = request.numel, request.what, request.home
+        self._request = request
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
@@ -169,13 +169,17 @@ class FollowedMean:
         return self._arrival
 
     def _of(self, entry: Entry) -> Arrival:
-        if entry.values.numel() != self._numel:
+        numel, home = self._request.numel, self._request.home
+        if entry.values.numel() != numel:
             raise LinkError(
-                f"{self._what} has {self._numel} values here and {entry.values.numel()} in the other regions."
+                f"{self._request.what} has {numel} values here and {entry.values.numel()} in the other regions."
             )
-        mean = self._home.fill(self._home.take(self._numel), entry.values)
-        result = Result(mean, lambda: mean, with_residuals(entry.state))
-        return Arrival(result, _trailers_in(entry), 0, entry.seconds, entry.square, entry.members)
+        mean, trailers = home.fill(home.take(numel), entry.values), _trailers_in(entry)
+        result, verdict = (
+            Result(mean, lambda: mean, with_residuals(entry.state)),
+            self._request.judge(trailers),
+        )
+        return Arrival(result, trailers, 0, entry.seconds, entry.square, entry.members, verdict)
 
 
 def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:

@@ -322,7 +322,7 @@ def _mean_all(
     members = tuple(range(num_regions))
     return [
         (
-            Arrival(result, trailers, count, seconds, sum_of_squares, members, ended_at=ended_at),
+            Arrival(result, trailers, count, seconds, sum_of_squares, members, verdict, ended_at=ended_at),
             arrives_at,
         )
         for result, count, sum_of_squares in zip(results, sent, squares, strict=True)

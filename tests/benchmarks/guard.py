@@ -31,7 +31,6 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.base import Arrival, Link
 from hf_cocodc.link.lockstep import run_in_lockstep
-from hf_cocodc.parts.guard import Verdict
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
 from tests.toys import VOCAB, llama
 
@@ -144,26 +143,31 @@ class Watcher:
         engine = engine_of(outer)
         self._traffic, self._account = engine._traffic, engine.account
         self._landed, self._remember = self._account.landed, self._traffic._guarding.remember
+        self._land, self._traffic.land = self._traffic.land, self.land  # type: ignore[method-assign, assignment]
         self._account.landed = self.landed  # type: ignore[method-assign, assignment]
         self._traffic._guarding.remember = self.remember  # type: ignore[method-assign]
 
     def landed(self, *args: Any) -> None:
-        verdict: Verdict = args[-1]
-        self.alarms += any(verdict.fates)
+        arrival: Arrival = args[3]
+        self.alarms += any(arrival.verdict.fates)
         self._landed(*args)
 
-    def remember(self, fragment: Any, transfer: Any, arrival: Arrival) -> None:
-        verdict = self._traffic._guarding.verdict(transfer, arrival)
+    def land(self, fragment: Any, sent_at: int, *rest: Any) -> Any:
+        self._ordinary = fragment.transfer_of(sent_at).ordinary
+        return self._land(fragment, sent_at, *rest)
+
+    def remember(self, fragment: Any, arrival: Arrival) -> None:
+        verdict = arrival.verdict
         counted = [each for each in arrival.trailers if each.weight]
         norms = sorted(each.norm for each in counted)
         rates = sorted(each.round_lr for each in counted if each.round_lr)
         middle = (len(norms) - 1) // 2
         if norms and verdict.limit:
-            before = transfer.ordinary.at(rates[0] if rates else 0.0)
+            before = self._ordinary.at(rates[0] if rates else 0.0)
             (self.known if before else self.young).append(norms[-1] / verdict.limit)
             if before:
                 self.now.append(norms[middle] / before)
-        self._remember(fragment, transfer, arrival)
+        self._remember(fragment, arrival)
 
 
 def train(

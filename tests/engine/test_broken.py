@@ -71,7 +71,9 @@ def test_half_a_landing_is_remembered(
     with region.hurt("write", 2, error), pytest.raises(type(error)):
         region.to(LAST)
     step = region.sync.inner_step
-    words = rf"a landing of fragment \d at step {step} failed halfway: {type(error).__name__}.*last checkpoint"
+    words = (
+        rf"a landing of fragment \d at step {step} failed halfway: {type(error).__name__}.*last checkpoint"
+    )
     calls: list[Callable[[], Any]] = [
         region.sync.state_dict,
         region.sync.step,

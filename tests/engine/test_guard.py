@@ -256,7 +256,9 @@ def test_a_history_that_no_region_has_is_refused(norms: Any) -> None:
         sync = Synchronizer(model, method, link, guard=GUARD)
         [fragment] = sync.state_dict()["fragments"]
         for found in (norms, [0.0, 1.0] * (LONGEST_HISTORY // 2), []):
-            load = functools.partial(transfers.load, sync.fragments[0], {**fragment, "norms": found})
+            load = functools.partial(
+                transfers.load, sync.fragments[0], {**fragment, "norms": found}, sync._traffic.judge
+            )
             if found is norms:
                 with pytest.raises(CheckpointError, match="fragment 0: the checkpoint has norms="):
                     load()
@@ -285,7 +287,7 @@ def test_a_transfer_in_flight_with_a_norm_that_no_region_has_is_refused(name: st
         for wrong in (math.nan, math.inf, -1.0, None, "1"):
             damaged = {**fragment, "in_flight": [{**transfer, name: wrong}]}
             with pytest.raises(CheckpointError, match=f"the checkpoint has {name} of a transfer="):
-                transfers.load(sync.fragments[0], damaged)
+                transfers.load(sync.fragments[0], damaged, sync._traffic.judge)
 
     run_in_lockstep(1, body)
 

@@ -261,8 +261,8 @@ class Answered(LockstepLink):
         self.kept = torch.zeros(numel)
 
     def mean(self, parcel: MeanRequest) -> Handle:
-        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
-        return ArrivedHandle(arrival)
+        result, trailers = Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),)
+        return ArrivedHandle(Arrival(result, trailers, 0, 0.0, 0.0, (0,), parcel.judge(trailers)))
 
 
 class Busy(LockstepLink):
@@ -276,8 +276,8 @@ class Busy(LockstepLink):
         def come() -> Arrival:
             self.came_to.append(parcel.trailer())
             mean = torch.ones(parcel.numel)
-            arrival = Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0, (0,))
-            return arrival
+            result, trailers = Result(mean, lambda: mean, {}), (self.came_to[-1],)
+            return Arrival(result, trailers, 0, 0.0, 0.0, (0,), parcel.judge(trailers))
 
         return Late(come)
 

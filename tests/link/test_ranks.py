@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
-from hf_cocodc.link.base import Arrival, ArrivedHandle, Link, MeanRequest
+from hf_cocodc.link.base import Arrival, ArrivedHandle, Link, MeanRequest, as_they_say
 from hf_cocodc.link.group import RegionGroup
 from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.link.records import Trailer
@@ -60,7 +60,16 @@ class Scripted:
         mean = torch.full((parcel.numel,), float(sum(self.members)))
         trailers = tuple(Trailer(knows=region) for region in self.members)
         return ArrivedHandle(
-            Arrival(Result(mean, mean.clone, {}), trailers, 5, 0.0, 1.0, self.members, changes=4)
+            Arrival(
+                Result(mean, mean.clone, {}),
+                trailers,
+                5,
+                0.0,
+                1.0,
+                self.members,
+                as_they_say(trailers),
+                changes=4,
+            )
         )
 
     def gather(self, record: Any, what: str) -> tuple[Any, ...]:

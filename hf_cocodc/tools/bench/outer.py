@@ -155,8 +155,8 @@ class _Answered(LockstepLink):
         self._mean = torch.empty(numel, device=device)
 
     def mean(self, request: MeanRequest) -> Handle:
-        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (request.trailer(),), 0, 0.0, 0.0, (0,))
-        return ArrivedHandle(arrival)
+        result, trailers = Result(self._mean, lambda: self._mean, {}), (request.trailer(),)
+        return ArrivedHandle(Arrival(result, trailers, 0, 0.0, 0.0, (0,), request.judge(trailers)))
 
     def refresh(self, grad: Tensor) -> None:
         """Set the next mean, as a landing has overwritten the last one."""

@@ -186,4 +186,4 @@ def _arrival(flight: _Journey) -> Arrival:
     """What the engine's measurements read of an arrival: times and trailers, and that its values have not changed."""
     nothing: Any = None
     seconds = sum(each.link_s for each in flight.carried)
-    return Arrival(Result(nothing, nothing, {}), (flight.trailer,), 0, seconds, 1.0, (0,))
+    return Arrival(Result(nothing, nothing, {}), (flight.trailer,), 0, seconds, 1.0, (0,), nothing)
