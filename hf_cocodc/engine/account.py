@@ -14,7 +14,7 @@ from ..link.base import Arrival, Link
 from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID
 from ..parts.schedules import AgreedStats
 from ..parts.tensors.memory import HOST, has_streams
-from .compatibility import sound_counts, sound_numbers
+from .saved import sound_counts, sound_numbers
 
 logger = logging.getLogger(__name__)
 

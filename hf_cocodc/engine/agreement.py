@@ -1,4 +1,4 @@
-"""Checks that regions are in step, start from one state and end with one model."""
+"""What regions have in common: the same steps, start, global params and model at the end; and what is done if they have not."""
 
 import json
 import logging
@@ -10,13 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, HandshakeError, LinkError
-from ..link.base import Arrival, Link
-from ..link.records import Ending
-from ..link.spreading import spread_all
-from ..parts.tensors.flat import contents, digests, local_shard, raw, split_views
-from ..parts.tensors.memory import HOST
-from .account import Record
+from ..errors import CheckpointError, HandshakeError, InputError, LinkError
+from ..link.base import Arrival, Link, MeanRequest
+from ..link.records import Ending, Trailer
+from ..link.spreading import spread, spread_all
+from ..parts.codecs import unrounded
+from ..parts.codecs.base import Conversation
+from ..parts.guard import Ordinary
+from ..parts.tensors.flat import contents, digests, is_finite, local_shard, raw, split_views, tensors_in
+from ..parts.tensors.memory import HOST, Departure, used_here
+from .account import Measurements, Record, Totals
+from .fragment import FragmentState
+from .saved import HISTORIES
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,81 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
                 "region %d sat out fragment %d sent at step %d: its outer gradient was not finite, or it had trained no step.",
                 *(other, fragment, sent_at),
             )
+
+
+def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None:
+    """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
+
+    Processors that round differently drift apart by bits. A collective call of all regions, after the landing that showed it.
+    """
+    what = f"the lowest region's global params of fragment {fragment.fragment.index}"
+    sent = [transfer.global_params for transfer in fragment.in_flight]
+    flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *sent)}
+    fragment.home.settle()
+    for flat in flats.values():
+        on_host = flat.to(HOST, copy=True).reshape(-1)
+        link.broadcast(on_host.view(torch.float32), what)
+        flat.copy_(on_host.view_as(flat))
+    logger.warning(
+        "the global params of fragment %d differ between regions: all regions take region %d's.",
+        *(fragment.fragment.index, link.parties[0]),
+    )
+    index = fragment.fragment.index
+    known = {
+        "change": measured.change[index],
+        "ordinary": [list(transfer.ordinary) for transfer in fragment.in_flight],
+        "counts": [fragment.voids, fragment.far_losses],
+        "histories": [list(getattr(fragment, name)) for name in HISTORIES],
+    }
+    theirs = json.loads(spread(link, None, json.dumps(known).encode(), f"what goes with {what}"))
+    measured.correct(index, theirs["change"])
+    for transfer, ordinary in zip(fragment.in_flight, theirs["ordinary"], strict=True):
+        transfer.ordinary = Ordinary(*ordinary)
+    fragment.voids, fragment.far_losses = theirs["counts"]
+    for name, values in zip(HISTORIES, theirs["histories"], strict=True):
+        setattr(fragment, name, values)
+
+
+@torch.no_grad()
+def show_global(
+    fragments: Sequence[FragmentState], link: Link, step: int, totals: Totals, mean: bool
+) -> None:
+    """Copy this region's global params into the local params, or their `mean` over the regions, in a collective call.
+
+    `totals` counts bytes. Raises InputError if there is no mean, because no region's values are finite.
+    """
+    for fragment in fragments:
+        if mean:
+            _show_mean(fragment, link, step, totals)
+        else:
+            fragment.show(fragment.global_params)
+
+
+def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -> None:
+    index, flat, home = fragment.fragment.index, fragment.global_params, fragment.home
+    home.settle()
+    trailer = Trailer(float(is_finite(flat)), fragment=index, inner_step=step)
+    what, departure = f"the mean of the global params of fragment {index}", Departure(home.device)
+
+    def converse() -> Conversation:
+        departure.wait(flat)
+        return (yield from unrounded(flat))
+
+    arrival = link.mean(
+        MeanRequest(converse, fragment.fragment.numel, lambda: trailer, what, home=home)
+    ).wait()
+    check_in_step(link.region, arrival, index, step)
+    totals.bytes_sent += arrival.bytes_sent
+    if not (arrival.is_finite and any(trailer.weight for trailer in arrival.trailers)):
+        first, *rest = fragment.fragment.names
+        more = f" and {len(rest)} more" if rest else ""
+        raise InputError(
+            f"{first}{more} cannot be synchronized after step {step}: not all values are finite in any region. Go back to an "
+            "earlier checkpoint, with a lower learning rate or gradient clipping."
+        )
+    used_here(arrival.result.mean)
+    fragment.show(arrival.result.mean)
+    home.give(arrival.result.mean)
 
 
 def check_same_start(link: Link, own: StepChecksum) -> None:

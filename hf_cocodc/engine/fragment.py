@@ -1,18 +1,19 @@
-"""The engine's state of one fragment, and how a send and a landing change it."""
+"""The engine's state of one fragment and of its transfers in flight, and how a send and a landing change it."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..link.base import Arrival, ArrivedHandle, Link
+from ..link.base import Arrival, ArrivedHandle, Handle, Link
 from ..methods import Method
 from ..parts.codecs.base import Codec, Conversation, Plain, Result
 from ..parts.fragments import Fragment
-from ..parts.guard import Verdict
+from ..parts.guard import Ordinary, Verdict, lower_median
 from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
@@ -20,7 +21,49 @@ from ..parts.tensors.flat import digest, local_shard, moved
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
 from .local_params import LocalParams
-from .transfer import Trained, Transfer
+
+
+class Trained(NamedTuple):
+    """Inner steps and tokens that a region has trained since it started."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Transfer:
+    """An outer gradient on its way: one object from the send to the landing.
+
+    Attributes:
+        snapshot: local params at the send, flat.
+        global_params: global params at the send, flat; shared with the fragment and with other transfers.
+        lr_sum: sum of inner learning rates up to the send.
+        outer_grad: this region's outer gradient, flat; zero if it does not count.
+        square: sum of its squares over all its lanes, an fp64 scalar on the device; None for a transfer that was loaded.
+        is_own: whether this region takes part in it; not if it was coming in at the send, or has the transfer from another one.
+        taken: share with which a landing has taken in `outer_grad` before (eager updates); None if none has.
+        judged: the ordinary norm that it was held against when it was taken in; 0 if it was not.
+        norm: of this region's outer gradient; 0 if it has no weight. Known once the transfer has begun.
+        ordinary: what was ordinary at the send (`parts.guard`).
+        is_finite: whether this region's outer gradient was finite; known as `norm` is.
+        trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
+        handle: waits for the mean; set at the send.
+    """
+
+    sent_at: int
+    snapshot: Tensor
+    global_params: Tensor
+    lr_sum: float
+    outer_grad: Tensor | None = None
+    square: Tensor | None = None
+    is_own: bool = True
+    taken: Tensor | float | None = None
+    judged: float = 0.0
+    norm: float = 0.0
+    ordinary: Ordinary = Ordinary()
+    is_finite: bool = True
+    trained: Trained = Trained()
+    handle: Handle = field(init=False)
 
 
 @dataclass
@@ -249,6 +292,39 @@ class FragmentState:
     def _is_held(self, flat: Tensor) -> bool:
         """Whether a transfer in flight references these global params."""
         return any(transfer.global_params is flat for transfer in self.in_flight)
+
+
+class FragmentFacts(NamedTuple):
+    """A fragment after the last events. JSON keeps it.
+
+    Attributes:
+        in_flight_since: inner step at which the oldest transfer in flight was sent; None if there is none.
+        ordinary_loss: the median of its `losses`; NaN if there are none.
+
+    The others are those of `FragmentState`.
+    """
+
+    numel: int
+    sent_at: int
+    in_flight_since: int | None
+    nonfinite_rounds: int
+    voids: int
+    far_losses: int
+    ordinary_loss: float
+    far_regions: Sequence[int]
+
+    @classmethod
+    def of(cls, fragment: FragmentState) -> "FragmentFacts":
+        return cls(
+            numel=fragment.fragment.numel,
+            sent_at=fragment.sent_at,
+            in_flight_since=fragment.in_flight[0].sent_at if fragment.in_flight else None,
+            nonfinite_rounds=fragment.nonfinite_rounds,
+            voids=fragment.voids,
+            far_losses=fragment.far_losses,
+            ordinary_loss=lower_median(fragment.losses) if fragment.losses else math.nan,
+            far_regions=list(fragment.far_regions),
+        )
 
 
 class _Slices:

@@ -19,12 +19,11 @@ from ..link.records import NOTHING_TO_SAY, Word, Words, from_numbers
 from ..methods import Method
 from ..parts.tensors.flat import contents, copy_all_, local_shard
 from .account import Totals
-from .compatibility import laid_out
-from .facts import FragmentFacts
 from .footprint import Memory
-from .global_weights import local_kept
+from .fragment import FragmentFacts
+from .local_params import Watch, local_kept
+from .saved import laid_out
 from .synchronizer import Synchronizer
-from .watch import Watch
 
 T = TypeVar("T")
 

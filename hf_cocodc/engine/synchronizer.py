@@ -22,16 +22,25 @@ from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
 from ..parts.tensors.memory import HOST, Home
-from . import transfers
 from .account import Account, Measurements, Record, Totals
-from .agreement import StepChecksum, check_same_end, check_same_start
-from .compatibility import layout, loading, same_layout, same_structure
-from .facts import FragmentFacts
+from .agreement import StepChecksum, check_same_end, check_same_start, show_global
 from .footprint import Memory, memory
-from .fragment import FragmentState, adopt
-from .global_weights import local_kept, show_global
+from .fragment import FragmentFacts, FragmentState, adopt
+from .local_params import Watch, local_kept
+from .saved import (
+    begin_anew,
+    bring_back,
+    give_up,
+    layout,
+    load,
+    loading,
+    same_layout,
+    same_structure,
+    saved_fragment,
+    take_over,
+    wait_for_transfers,
+)
 from .traffic import Traffic
-from .watch import Watch
 
 
 class Synchronizer:
@@ -110,7 +119,7 @@ class Synchronizer:
 
     @property
     def layout(self) -> list[list[Any]]:
-        """Which parameters are in which fragment (`compatibility.layout`)."""
+        """Which parameters are in which fragment (`saved.layout`)."""
         return layout([each.fragment for each in self.fragments])
 
     @property
@@ -249,14 +258,14 @@ class Synchronizer:
 
     def wait_for_transfers(self) -> None:
         """Wait until the transfers in flight have ended. Raises LinkError if one has failed."""
-        transfers.wait_for_transfers(self.fragments)
+        wait_for_transfers(self.fragments)
 
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Give up the local params for the global ones, and count anew the rounds that do not count."""
         self._refuse_broken()
         self._look()
-        transfers.begin_anew(self.fragments)
+        begin_anew(self.fragments)
 
     def forgive(self, rounds: int) -> None:
         """Let a run that has stopped after so many void or ruined rounds stop again at the next one, once it resumes."""
@@ -275,7 +284,7 @@ class Synchronizer:
         call of the region's ranks.
         """
         self._refuse_broken()
-        transfers.wait_for_transfers(self.fragments)
+        wait_for_transfers(self.fragments)
         self._home.settle()
         return {
             "layout": self.layout,
@@ -283,7 +292,7 @@ class Synchronizer:
             "schedule_state": self._agenda.state,
             **self._traffic.state_dict(),
             "totals": asdict(self.account.totals),
-            "fragments": [transfers.saved(fragment) for fragment in self.fragments],
+            "fragments": [saved_fragment(fragment) for fragment in self.fragments],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -291,14 +300,14 @@ class Synchronizer:
 
         Raises CheckpointError if it is of another model or method, or differs from the other regions'.
         """
-        transfers.wait_for_transfers(self.fragments)
+        wait_for_transfers(self.fragments)
         self._load(state)
         own = self.global_digest() if self.method.outer.regions_agree else -1
         check_same_start(self.link, StepChecksum(self.inner_step, own))
 
     def take_over(self, own: Totals | None = None) -> None:
         """Adapt a state saved by another region, of which this one has trained nothing and counted only `own`."""
-        transfers.take_over(self.fragments, takes_part=not self.link.is_elastic)
+        take_over(self.fragments, takes_part=not self.link.is_elastic)
         if self.link.is_elastic:
             self.account.go_on(own or Totals())
             for fragment in self.fragments:
@@ -314,13 +323,13 @@ class Synchronizer:
         """
         self._look()
         keep = keep and not self._traffic.broken
-        kept = transfers.give_up(self.fragments, self.method.merge)
+        kept = give_up(self.fragments, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)
         self._traffic.shares.trained = trained
         self.take_over(totals)
         if keep:
-            transfers.bring_back(self.fragments, kept)
+            bring_back(self.fragments, kept)
 
     @loading
     def _load(self, state: dict[str, Any]) -> None:
@@ -328,7 +337,7 @@ class Synchronizer:
         self._look()
         self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            transfers.load(fragment, saved, self._traffic.judge)
+            load(fragment, saved, self._traffic.judge)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
@@ -352,7 +361,10 @@ class Synchronizer:
     def _look(self) -> None:
         """Let the fragments use the model's present memory, and refuse other changes of its parameters."""
         if not self._is_leaving:
-            self._watch.look(self.fragments)
+            moved = self._watch.look()
+            if moved is not None:
+                for fragment in self.fragments:
+                    fragment.move_to(moved)
 
     def _fragments_of(self, state: dict[str, Any]) -> tuple[Fragment, ...]:
         """The method's fragments of the parameters that `state` has: some may be frozen now."""

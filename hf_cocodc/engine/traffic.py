@@ -1,7 +1,6 @@
 """The transfers of one region: how they are sent, landed, and all brought to their end."""
 
 import functools
-import json
 import logging
 import math
 import sys
@@ -16,23 +15,19 @@ from torch import Tensor
 from ..errors import LinkError, short
 from ..link.base import Arrival, Link, MeanRequest
 from ..link.records import Ending, Trailer, Word, Words
-from ..link.spreading import spread
 from ..methods import Method
 from ..parts.codecs import share_of_rank, square_of_residuals, with_residuals_of, without_residuals
 from ..parts.codecs.base import CodecState, Conversation
-from ..parts.guard import DROPPED, Guard, Ordinary
+from ..parts.guard import DROPPED, Guard
 from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge, follow
 from ..parts.schedules import Land, Send
-from ..parts.tensors.flat import tensors_in
-from ..parts.tensors.memory import HOST, Departure
+from ..parts.tensors.memory import Departure
 from .account import Account, Measurements, Seconds
-from .agreement import check_in_step
-from .compatibility import HISTORIES, sound_counts
-from .fragment import FragmentState
-from .guarding import Guarding
-from .transfer import Shares, Trained, Transfer
-from .transfers import take_global
+from .agreement import check_in_step, reunite
+from .fragment import FragmentState, Transfer
+from .saved import sound_counts, take_global, trained_in
+from .shares import Guarding, Shares
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +72,7 @@ class Traffic:
         self.inner_step = self.trained_at = state["inner_step"]
         self.broken = ""
         # earlier versions did not count: every inner step was trained, on an unknown number of tokens
-        self.shares.trained = Trained.of(state.get("trained", (self.inner_step, 0)))
+        self.shares.trained = trained_in(state.get("trained", (self.inner_step, 0)))
 
     @contextmanager
     def _whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
@@ -395,36 +390,3 @@ class Traffic:
         """Record that this region's own outer step has scaled down its fresh outer gradient."""
         index, region = fragment.fragment.index, self._link.region
         self._account.counts_less(transfer.sent_at, index, region, transfer.norm, transfer.judged)
-
-
-def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None:
-    """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
-
-    Processors that round differently drift apart by bits. A collective call of all regions, after the landing that showed it.
-    """
-    what = f"the lowest region's global params of fragment {fragment.fragment.index}"
-    sent = [transfer.global_params for transfer in fragment.in_flight]
-    flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *sent)}
-    fragment.home.settle()
-    for flat in flats.values():
-        on_host = flat.to(HOST, copy=True).reshape(-1)
-        link.broadcast(on_host.view(torch.float32), what)
-        flat.copy_(on_host.view_as(flat))
-    logger.warning(
-        "the global params of fragment %d differ between regions: all regions take region %d's.",
-        *(fragment.fragment.index, link.parties[0]),
-    )
-    index = fragment.fragment.index
-    known = {
-        "change": measured.change[index],
-        "ordinary": [list(transfer.ordinary) for transfer in fragment.in_flight],
-        "counts": [fragment.voids, fragment.far_losses],
-        "histories": [list(getattr(fragment, name)) for name in HISTORIES],
-    }
-    theirs = json.loads(spread(link, None, json.dumps(known).encode(), f"what goes with {what}"))
-    measured.correct(index, theirs["change"])
-    for transfer, ordinary in zip(fragment.in_flight, theirs["ordinary"], strict=True):
-        transfer.ordinary = Ordinary(*ordinary)
-    fragment.voids, fragment.far_losses = theirs["counts"]
-    for name, values in zip(HISTORIES, theirs["histories"], strict=True):
-        setattr(fragment, name, values)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.engine import transfers
-from hf_cocodc.engine.compatibility import HISTORIES
+from hf_cocodc.engine.saved import HISTORIES
+from hf_cocodc.engine.saved import load as load_fragment
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
@@ -257,7 +257,7 @@ def test_a_history_that_no_region_has_is_refused(norms: Any) -> None:
         [fragment] = sync.state_dict()["fragments"]
         for found in (norms, [0.0, 1.0] * (LONGEST_HISTORY // 2), []):
             load = functools.partial(
-                transfers.load, sync.fragments[0], {**fragment, "norms": found}, sync._traffic.judge
+                load_fragment, sync.fragments[0], {**fragment, "norms": found}, sync._traffic.judge
             )
             if found is norms:
                 with pytest.raises(CheckpointError, match="fragment 0: the checkpoint has norms="):
@@ -287,7 +287,7 @@ def test_a_transfer_in_flight_with_a_norm_that_no_region_has_is_refused(name: st
         for wrong in (math.nan, math.inf, -1.0, None, "1"):
             damaged = {**fragment, "in_flight": [{**transfer, name: wrong}]}
             with pytest.raises(CheckpointError, match=f"the checkpoint has {name} of a transfer="):
-                transfers.load(sync.fragments[0], damaged, sync._traffic.judge)
+                load_fragment(sync.fragments[0], damaged, sync._traffic.judge)
 
     run_in_lockstep(1, body)
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_cocodc.engine.fragment import Trained
+from hf_cocodc.engine.shares import TOKENS, Shares
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.engine.transfer import TOKENS, Shares, Trained
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback, run_in_lockstep

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
-from hf_cocodc.engine.transfer import Shares
+from hf_cocodc.engine.shares import Shares
 from hf_cocodc.link.base import Link
 from hf_cocodc.net.connection import Connection, Operation
 from tests.processes.coming_worker import take_time

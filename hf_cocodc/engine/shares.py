@@ -1,4 +1,4 @@
-"""What the norm guard says of the transfers of one region, and what it remembers of those that have landed."""
+"""How much regions count in a mean: their shares, and what the norm guard makes of them and remembers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,12 +6,55 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..link.base import Arrival
 from ..link.records import Trailer
 from ..parts import guard as rules
 from ..parts.guard import Guard, Ordinary, Said, Verdict
-from .fragment import FragmentState
-from .transfer import Transfer
+from .fragment import FragmentState, Trained, Transfer
+
+TOKENS = 2**40
+"""So many tokens since a send are a share of 1. A power of two keeps shares, and their ratios, exact."""
+
+
+class Shares:
+    """Counts what this region has `trained`, and computes its shares (`outer.weights`).
+
+    A mean divides by the sum of all shares: only their ratios matter. A region whose outer gradient carries no step has none.
+
+    - equal: 1. If regions may come in during the run (`is_elastic`), one that has not trained all steps since a fragment's last
+      send counts less, as with `steps`: in its first round it has made fewer steps than the others.
+    - steps: inner steps trained since the fragment's last send / steps that were due.
+    - tokens: tokens trained since the fragment's last send / `TOKENS`.
+    """
+
+    def __init__(self, rule: str, is_elastic: bool) -> None:
+        self._rule, self._is_elastic = rule, is_elastic
+        self.trained = Trained()
+
+    def count(self, tokens: int | None) -> None:
+        """Count an inner step on so many tokens (None: unknown). Raises InputError if shares follow tokens that are unknown."""
+        if tokens is None and self._rule == "tokens":
+            raise InputError(
+                "outer.weights=tokens weighs regions by the tokens that they train on, but nobody has said how many an inner "
+                "step had. Give them with every step (outer.step(loss, tokens=...)), or set outer.weights=steps or equal."
+            )
+        steps, sum_so_far = self.trained
+        self.trained = Trained(steps + 1, sum_so_far + (tokens or 0))
+
+    def share(self, since: Trained, due: int) -> float:
+        """This region's share in a mean, from 0 to 1.
+
+        `since`: what had been trained at the last send whose steps are not carried again. `due`: steps since the last send.
+        """
+        steps, tokens = self.trained.steps - since.steps, self.trained.tokens - since.tokens
+        if steps <= 0:
+            return 0.0
+        if self._rule == "tokens":
+            return min(tokens / TOKENS, 1.0)
+        if self._rule == "equal" and not self._is_elastic:
+            return 1.0
+        return min(steps / max(due, 1), 1.0)
 
 
 class Guarding:
