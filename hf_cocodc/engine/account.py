@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -189,20 +189,6 @@ class StreamClock:
         return event
 
 
-class Seconds(NamedTuple):
-    """Seconds of a landing: `blocked` until the mean came, `took` in all; `rested` since the mean came, None if unknown."""
-
-    blocked: float
-    took: float
-    rested: float | None
-
-    @classmethod
-    def of(cls, arrival: Arrival, blocked_s: float, began: float, now: float) -> "Seconds":
-        """For a landing that began and ends at these times of the link's clock."""
-        ended_at = arrival.ended_at
-        return cls(blocked_s, now - began, None if ended_at is None else max(now - ended_at, 0.0))
-
-
 class Account:
     """Counts and records what one region does; `report` holds the figures at the last landing, for logs and trackers."""
 
@@ -243,8 +229,20 @@ class Account:
         )
         self._record("sit_out", step=step, fragment=fragment)
 
-    def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, seconds: Seconds) -> None:
-        """Record a landing. A mean that is not finite is void."""
+    def landed(
+        self,
+        step: int,
+        fragment: int,
+        sent_at: int,
+        arrival: Arrival,
+        blocked_s: float,
+        began: float,
+        ended: float,
+    ) -> None:
+        """Record a landing, between these times of the link's clock. A mean that is not finite is void.
+
+        `blocked_s`: how long it waited for the mean.
+        """
         verdict = arrival.verdict
         if any(verdict.fates):
             self._guarded(step, fragment, sent_at, arrival)
@@ -279,10 +277,10 @@ class Account:
             fragment=fragment,
             sent_at=sent_at,
             staleness=step - sent_at,
-            blocked_s=round(seconds.blocked, 6),
-            took_s=round(seconds.took, 6),
+            blocked_s=round(blocked_s, 6),
+            took_s=round(ended - began, 6),
             transfer_s=round(arrival.seconds, 6),
-            rested_s=None if seconds.rested is None else round(seconds.rested, 6),
+            rested_s=None if arrival.ended_at is None else round(max(ended - arrival.ended_at, 0.0), 6),
             bytes_sent=arrival.bytes_sent,
             outer_grad_norm=math.sqrt(arrival.square) if arrival.is_finite else None,
             regions=self.report["regions"],

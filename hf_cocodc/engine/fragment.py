@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ..link.base import Arrival, ArrivedHandle, Handle, Link
 from ..methods import Method
-from ..parts.codecs.base import Codec, Conversation, Plain, Result
+from ..parts.codecs.base import Result
 from ..parts.fragments import Fragment
 from ..parts.guard import Ordinary, Verdict, lower_median
 from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
-from ..parts.tensors.flat import digest, local_shard, moved
+from ..parts.tensors.flat import digest, local_shard, mapped
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
 from .local_params import LocalParams
@@ -109,22 +109,13 @@ class FragmentState:
     trained: Trained = Trained()
     has_written: bool = False
 
-    @property
-    def codec_remembers(self) -> bool:
-        """Whether a transfer must start from the codec's state at the end of the one before."""
-        return bool(self.codec)
-
-    def take(self) -> Tensor:
-        """A flat tensor of the fragment's length with undefined values, at rest."""
-        return self.home.take(self.fragment.numel)
-
     def move_to(self, shards: Mapping[str, Tensor]) -> None:
         """Use other memory for the local params: `shards` is what this rank holds now, by name."""
         self.local = LocalParams(self.fragment.views_of(shards), self.home.device)
 
     def gather(self) -> Tensor:
         """The local params in a flat tensor of their own."""
-        return self.local.gather(self.take(), self.home)
+        return self.local.gather(self.home.take(self.fragment.numel), self.home)
 
     def show(self, flat: Tensor) -> None:
         """Copy a flat tensor into the local params."""
@@ -165,7 +156,8 @@ class FragmentState:
 
     def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A snapshot of the local params, the outer gradient (base - snapshot), and its sum of squares (fp64, on the device)."""
-        snapshot, outer_grad, home = self.take(), self.take(), self.home
+        home, numel = self.home, self.fragment.numel
+        snapshot, outer_grad = home.take(numel), home.take(numel)
         sums = [torch.zeros((), dtype=torch.float64, device=home.device)]
         for index, (kept, grad, part) in enumerate(
             zip(*map(self.local.split, (snapshot, outer_grad, base)), strict=True)
@@ -183,17 +175,6 @@ class FragmentState:
         """Set an outer gradient to zero where a scalar of the device is true."""
         for part in self.local.split(outer_grad):
             self.home.store(part, self.home.visit(part).masked_fill_(where, 0.0))
-
-    def conversation(self, codec: Codec, outer_grad: Tensor, state: dict[str, Any]) -> Conversation:
-        """A codec's conversation about an outer gradient that is written; for the link's thread.
-
-        A plain codec's values stay where they rest, and visit the device slice by slice; others compute with whole fragments.
-        """
-        home = self.home
-        values = outer_grad if isinstance(codec, Plain) else home.visit(outer_grad)
-        result = yield from codec.converse(values, self.fragment, moved(state, values.device))
-        mean = result.mean if result.mean.device == home.rest else self.take().copy_(result.mean)
-        return Result(mean, result.own, moved(result.state, home.rest))
 
     def land(
         self,
@@ -213,7 +194,7 @@ class FragmentState:
         used_here(mean)
         step, state = transform.begin(self.outer, outer_info)
         before = self.global_params
-        after = self.take() if self._is_held(before) else before
+        after = self.home.take(self.fragment.numel) if self._is_held(before) else before
         here = _Slices(self, transfer, mean, before, after, state, fresh)
         scales: Sequence[Tensor] = ()
         if merge.measure is not None:
@@ -270,12 +251,12 @@ class FragmentState:
 
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
-        home = self.home
-        mean, outer_grad = (home.fill(self.take(), 0.0) for _ in range(2))
+        home, numel = self.home, self.fragment.numel
+        mean, outer_grad = (home.fill(home.take(numel), 0.0) for _ in range(2))
         handle = ArrivedHandle(
             Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, (), Verdict(()))
         )
-        snapshot = home.fill(self.take(), self.global_params)
+        snapshot = home.fill(home.take(numel), self.global_params)
         transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)
         transfer.handle = handle
         return transfer
@@ -352,9 +333,10 @@ class _Slices:
 
     def step(self, step: Callable[[Tensor, OuterSlice], Tensor], index: int) -> Tensor:
         """Take the outer step of a slice; returns its new global params."""
-        home, kept = self._home, _state_at(self._state, self._numel, self._local, index)
+        home, local, numel = self._home, self._local, self._numel
+        kept = mapped(self._state, lambda each: local.split(each)[index] if each.shape == (numel,) else each)
         here = OuterSlice(
-            _each(kept, home.visit),
+            mapped(kept, home.visit),
             None if self._own is None else home.visit(self._own[index]),
             None if self._fresh is None else home.visit(self._fresh[index]),
         )
@@ -374,30 +356,6 @@ class _Slices:
         local = self._local.read(index)
         snapshot = self._home.visit(self._snapshot[index])
         return MergeSlice(local, new_global, snapshot, self._local.cuts[index].sizes)
-
-
-def _state_at(state: Mapping[str, Any], numel: int, local: LocalParams, index: int) -> dict[str, Any]:
-    """An outer state whose tensors of the fragment's length are cut to one slice."""
-    return {
-        name: _state_at(value, numel, local, index)
-        if isinstance(value, Mapping)
-        else local.split(value)[index]
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel
-        else value
-        for name, value in state.items()
-    }
-
-
-def _each(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """A nested state with every tensor changed."""
-    return {
-        name: _each(value, change)
-        if isinstance(value, Mapping)
-        else change(value)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in state.items()
-    }
 
 
 def _store(home: Home, kept: Mapping[str, Any], changed: Mapping[str, Any]) -> None:

@@ -47,13 +47,12 @@ class LocalParams:
             if is_plain and not others:
                 return first
             into = torch.empty(self.cuts[index].numel, dtype=torch.float32, device=self.device)
-        copy_all_(_shaped(self.cuts[index].views(into), parts), parts)
+        copy_all_(self._views(index, into), parts)
         return into
 
     def write(self, index: int, values: Tensor) -> None:
         """Write the values of a slice into the parameters."""
-        parts = self._parts[index]
-        copy_all_(parts, _shaped(self.cuts[index].views(values), parts))
+        copy_all_(self._parts[index], self._views(index, values))
 
     def rounded(self, index: int, values: Tensor) -> Tensor:
         """The values of a slice as the model would store them, in fp32."""
@@ -77,6 +76,14 @@ class LocalParams:
         for index, part in enumerate(self.split(flat)):
             self.write(index, home.visit(part))
 
+    def _views(self, index: int, values: Tensor) -> list[Tensor]:
+        """Views of a slice with the shapes of its stretches of the parameters."""
+        parts = self._parts[index]
+        if len(parts) == 1:
+            return [values.view(parts[0].shape)]
+        split = values.split_with_sizes(self.cuts[index].sizes)
+        return [view.view(part.shape) for view, part in zip(split, parts, strict=True)]
+
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, slice by slice."""
         if len(self.cuts) == 1:
@@ -95,11 +102,6 @@ def _parts(params: Sequence[Tensor], slices: Sequence[Cut]) -> list[list[Tensor]
             found[-1].append(own.view(-1)[start : start + size] if own.is_contiguous() else own)
             starts[param] += size
     return found
-
-
-def _shaped(views: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a slice with the shapes of the stretches."""
-    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
 
 
 class Watch:

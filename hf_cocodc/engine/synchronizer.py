@@ -180,7 +180,14 @@ class Synchronizer:
         """Do the events of this inner step."""
         self.measured.note_event()
         self._look()
-        return self._traffic.hold(events, self.fragments, word)
+        words: Words | None = None
+        for event in events:
+            fragment = self.fragments[event.fragment]
+            if isinstance(event, Send):
+                self._traffic.send(fragment, word)
+            else:
+                words = self._traffic.land(fragment, event.sent_at, self.method.merge) or words
+        return words
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -17,13 +17,13 @@ from ..link.base import Arrival, Link, MeanRequest
 from ..link.records import Ending, Trailer, Word, Words
 from ..methods import Method
 from ..parts.codecs import share_of_rank, square_of_residuals, with_residuals_of, without_residuals
-from ..parts.codecs.base import CodecState, Conversation
+from ..parts.codecs.base import CodecState, Conversation, Plain, Result
 from ..parts.guard import DROPPED, Guard
 from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge, follow
-from ..parts.schedules import Land, Send
+from ..parts.tensors.flat import moved
 from ..parts.tensors.memory import Departure
-from .account import Account, Measurements, Seconds
+from .account import Account, Measurements
 from .agreement import check_in_step, reunite
 from .fragment import FragmentState, Transfer
 from .saved import sound_counts, take_global, trained_in
@@ -86,19 +86,6 @@ class Traffic:
             said = f": {words}" if words else ""
             self.broken = f"{what} at step {self.inner_step} failed halfway: {type(error).__name__}{said}"
             raise
-
-    def hold(
-        self, events: Sequence[Send | Land], fragments: Sequence[FragmentState], word: Word
-    ) -> Words | None:
-        """Send and land what is due; returns the words of all regions, if a transfer landed."""
-        words: Words | None = None
-        for event in events:
-            fragment = fragments[event.fragment]
-            if isinstance(event, Send):
-                self.send(fragment, word)
-            else:
-                words = self.land(fragment, event.sent_at, self._method.merge) or words
-        return words
 
     def send(self, fragment: FragmentState, word: Word) -> None:
         """Send the outer gradient of a fragment."""
@@ -176,10 +163,16 @@ class Traffic:
             )
 
         def converse() -> Conversation:
-            state, counts = codec()[0], bool(trailer().weight)
-            result = yield from fragment.conversation(self._method.codec, outer_grad, state)
+            state, counts, plan = codec()[0], bool(trailer().weight), self._method.codec
+            # a plain codec's values stay where they rest, and visit the device slice by slice; others compute with all of them
+            values = outer_grad if isinstance(plan, Plain) else home.visit(outer_grad)
+            mean, own, after = yield from plan.converse(
+                values, fragment.fragment, moved(state, values.device)
+            )
+            if mean.device != home.rest:
+                mean = home.take(len(mean)).copy_(mean)
             # what has counted nowhere has lost nothing
-            return result if counts else result._replace(state=with_residuals_of(result.state, state))
+            return Result(mean, own, moved(after if counts else with_residuals_of(after, state), home.rest))
 
         return MeanRequest(
             converse,
@@ -195,7 +188,7 @@ class Traffic:
 
         A codec with memory continues from the end of the fragment's transfer before, which the link's thread knows by then.
         """
-        earlier = fragment.in_flight[-1] if fragment.codec_remembers and fragment.in_flight else None
+        earlier = fragment.in_flight[-1] if fragment.codec and fragment.in_flight else None
         now, device = fragment.codec, fragment.home.device
 
         @functools.cache
@@ -238,8 +231,9 @@ class Traffic:
                 if len({trailer.digest for trailer in arrival.trailers}) > 1:
                     reunite(self._link, fragment, self._measured)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
-            seconds = Seconds.of(arrival, blocked_s, began, self._link.clock())
-            self._account.landed(self.inner_step, index, sent_at, arrival, seconds)
+            self._account.landed(
+                self.inner_step, index, sent_at, arrival, blocked_s, began, self._link.clock()
+            )
             self._link.landed(arrival)
             return arrival.words or None
 
@@ -266,22 +260,30 @@ class Traffic:
         if self._link.is_elastic and not transfer.is_own:
             fragment.measure_own_steps(transfer)
             merge = follow()
-        info, fresh = self._outer_info(fragment, transfer, arrival), None
+        measured, link, staleness = self._measured, self._link, self.inner_step - transfer.sent_at
+        counted = zip(arrival.trailers, arrival.verdict.fates, strict=True)
+        info, fresh = (
+            OuterInfo(
+                fragment=fragment.fragment.index,
+                round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
+                global_at_send=transfer.global_params,
+                global_params=fragment.global_params,
+                home=fragment.home,
+                total=link.total,
+            ),
+            None,
+        )
+        merge_info = MergeInfo(
+            sent_at=transfer.sent_at,
+            landed_at=self.inner_step,
+            flight_lr=measured.mean_lr(transfer.lr_sum, staleness) if staleness else measured.lr,
+            total=link.total,
+        )
         if not self._method.outer.regions_agree:
             info, fresh = self._with_own(info, fragment, transfer, arrival)
         if self._guarding.is_clipped(transfer.judged, transfer.norm):
             self._tell_of_fresh(fragment, transfer)
-        fragment.land(
-            *(
-                transfer,
-                arrival.result.mean,
-                self._method.outer,
-                merge,
-                info,
-                self._merge_info(transfer),
-                fresh,
-            )
-        )
+        fragment.land(transfer, arrival.result.mean, self._method.outer, merge, info, merge_info, fresh)
         if fresh is not None and all(fresh is not each.outer_grad for each in fragment.in_flight):
             fragment.home.give(fresh)
         settled = transfer.sent_at if keeps else self.inner_step
@@ -296,7 +298,9 @@ class Traffic:
         fragment.drop(transfer)
 
     def end(self, fragments: Sequence[FragmentState], word: Word) -> Words | None:
-        """Bring all inner steps into the global params, as the closing says; nothing stays in flight. Returns like `hold`."""
+        """Bring all inner steps into the global params, as the closing says; nothing stays in flight. Returns the
+        words of all regions, if a transfer landed.
+        """
         closing = self._method.closing(self._method.merge)
         words: Words | None = None
         for fragment in fragments:
@@ -325,25 +329,6 @@ class Traffic:
         state = arrival.result.state
         is_wrong = arrival.verdict.is_void or self._guarding.own_fate(transfer, arrival)
         return without_residuals(state) if is_wrong else state
-
-    def _merge_info(self, transfer: Transfer) -> MergeInfo:
-        measured, staleness = self._measured, self.inner_step - transfer.sent_at
-        flight_lr = measured.mean_lr(transfer.lr_sum, staleness) if staleness else measured.lr
-        return MergeInfo(
-            sent_at=transfer.sent_at, landed_at=self.inner_step, flight_lr=flight_lr, total=self._link.total
-        )
-
-    def _outer_info(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterInfo:
-        """The facts of a transfer that all regions have alike."""
-        counted = zip(arrival.trailers, arrival.verdict.fates, strict=True)
-        return OuterInfo(
-            fragment=fragment.fragment.index,
-            round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
-            global_at_send=transfer.global_params,
-            global_params=fragment.global_params,
-            home=fragment.home,
-            total=self._link.total,
-        )
 
     def _with_own(
         self, info: OuterInfo, fragment: FragmentState, transfer: Transfer, arrival: Arrival

@@ -45,60 +45,48 @@ class MeanCall:
 
     def run(self) -> Arrival:
         with aside(self._request.home.device):
-            return self._run()
+            view, what, home = self._view, self._request.what, self._request.home
+            row = to_row(self._request.trailer())
+            began = time.perf_counter()
+            trailers: tuple[Trailer, ...] = ()
+            verdict = Verdict(())
+            swap = view.begin_swap(row, what)
 
-    def _run(self) -> Arrival:
-        view, what, home = self._view, self._request.what, self._request.home
-        row = to_row(self._request.trailer())
-        began = time.perf_counter()
-        trailers: tuple[Trailer, ...] = ()
-        verdict = Verdict(())
-        swap = view.begin_swap(row, what)
+            def wait(pending: Sequence[UnderWay]) -> None:
+                nonlocal began
+                posted = time.perf_counter()
+                view.wait(pending, what, may_be_late=True)
+                came = time.perf_counter()
+                # if another region was late, that time does not count for the link
+                if came - posted > view.rtt_s / 2 + _AT_ONCE_S:
+                    began = came - view.rtt_s / 2
 
-        def wait(pending: Sequence[UnderWay]) -> None:
-            nonlocal began
-            posted = time.perf_counter()
-            view.wait(pending, what, may_be_late=True)
-            came = time.perf_counter()
-            # if another region was late, that time does not count for the link
-            if came - posted > view.rtt_s / 2 + _AT_ONCE_S:
-                began = came - view.rtt_s / 2
+            def exchange(message: Message) -> Reply:
+                nonlocal trailers, verdict
+                exchanged = Exchange(view, message, home, self._buffers, what)
+                self._said = [exchanged]
+                exchanged.begin()
+                if not trailers:
+                    wait(swap.pending)
+                    trailers = received(self._members, swap.values, self._members[view.region])
+                    verdict = self._request.judge(trailers)
+                reply = exchanged.end(verdict.weights, verdict.divisor)
+                self._bytes_before, self._said = self.bytes_sent, []
+                return reply
 
-        def exchange(message: Message) -> Reply:
-            nonlocal trailers, verdict
-            exchanged = Exchange(view, message, home, self._buffers, what)
-            self._said = [exchanged]
-            exchanged.begin()
-            if not trailers:
-                wait(swap.pending)
-                trailers = self._received(swap.values)
-                verdict = self._request.judge(trailers)
-            reply = exchanged.end(verdict.weights, verdict.divisor)
-            self._bytes_before, self._said = self.bytes_sent, []
-            return reply
-
-        result = drive(self._request.converse(), exchange)
-        sum_of_squares = believed(square_at(home, result.mean), verdict)
-        ended = time.perf_counter()
-        return Arrival(
-            result,
-            trailers,
-            self.bytes_sent,
-            ended - began,
-            sum_of_squares,
-            self._members,
-            verdict,
-            ended_at=ended,
-        )
-
-    def _received(self, rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
-        """The trailers of all regions, this one's too: all regions decide from the same numbers."""
-        try:
-            return received(self._members, rows)
-        except RegionLostError as error:
-            if error.region != self._members[self._view.region]:
-                raise
-            raise LinkError(f"this region's own numbers are wrong: {error}") from error
+            result = drive(self._request.converse(), exchange)
+            sum_of_squares = believed(square_at(home, result.mean), verdict)
+            ended = time.perf_counter()
+            return Arrival(
+                result,
+                trailers,
+                self.bytes_sent,
+                ended - began,
+                sum_of_squares,
+                self._members,
+                verdict,
+                ended_at=ended,
+            )
 
 
 def square_at(home: Home, mean: Tensor) -> float:
@@ -177,9 +165,17 @@ def broadcast_chain(digests: Sequence[bytes], source: int) -> tuple[int, ...]:
     return (source, *(place for place, each in enumerate(digests) if each != digests[source]))
 
 
-def received(members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
-    """The trailers of these regions. Raises RegionLostError if one cannot be believed, LinkError if regions are out of step."""
-    trailers = tuple(map(checked, _records(Trailer, members, rows), members))
+def received(members: Sequence[int], rows: Sequence[Tensor], own: int | None = None) -> tuple[Trailer, ...]:
+    """The trailers of these regions, the `own` one too: all regions decide from the same numbers.
+
+    Raises RegionLostError if another one cannot be believed, LinkError if the own one cannot, or if regions are out of step.
+    """
+    try:
+        trailers = tuple(map(checked, _records(Trailer, members, rows), members))
+    except RegionLostError as error:
+        if error.region != own:
+            raise
+        raise LinkError(f"this region's own numbers are wrong: {error}") from error
     if len({trailer.compression for trailer in trailers}) > 1:
         parts = ", ".join(
             f"region {r}: {each.compression:g}" for r, each in zip(members, trailers, strict=True)

@@ -22,11 +22,8 @@ SMALLEST = 1 << 13
 """Limits for the bytes of a frame: small enough to keep all connections busy, large enough to be worth an operation."""
 
 
-class Inbound:
-    """A payload that comes from another region: its bytes on the host, and the frames under way."""
-
-    def __init__(self, buffer: Tensor, frames: list[UnderWay]) -> None:
-        self.buffer, self.frames = buffer, frames
+Inbound = tuple[Tensor, list[UnderWay]]
+"""A payload that comes from another region: its bytes on the host, and the frames under way."""
 
 
 class Exchange:
@@ -105,13 +102,14 @@ class Exchange:
             under_way = [
                 self._view.receive(other, frame, tag, index + place, self._what) for place, frame in parts
             ]
-            expected.append(Inbound(buffer, under_way))
+            expected.append((buffer, under_way))
         return expected
 
     def _take(self, expected: Inbound) -> Tensor:
         """A payload that has come, on the device."""
-        self._view.wait(expected.frames, self._what)
-        return self._home.visit(expected.buffer)
+        buffer, under_way = expected
+        self._view.wait(under_way, self._what)
+        return self._home.visit(buffer)
 
     def _encode(self, owner: int, part: slice) -> Tensor:
         """The payload of a slice, on the device; it is kept for `Reply.own`."""

@@ -54,7 +54,7 @@ from ..net.view import View
 from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState
 from ..parts.tensors.flat import moved
-from ..parts.tensors.memory import HOST, Buffers, Home, aside
+from ..parts.tensors.memory import HOST, Buffers, aside
 from ..threads import NativeThread, at_rest
 from . import rules
 from .base import Arrival, Handle, Link, MeanRequest, T
@@ -114,7 +114,7 @@ class TcpLink:
         self.landed_at = 0.0
         self.on: Callable[[ToRegion], None] = lambda message: None
         self.terms, self._compared, self._timeout_s = terms, compared, timeout_s
-        self._buffers: dict[torch.device, Buffers] = {}
+        self._buffers: dict[torch.device, Buffers] = {}  # for payloads, by the device that copies them
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
         self._notes: dict[int, str] = {}
@@ -231,9 +231,11 @@ class TcpLink:
         log = self._log_to_ask()
         if log is not None:
             return FollowedMean(log.ask("mean", request.what), request)
+        user = request.home.device
+        buffers = self._buffers.setdefault(user, Buffers(HOST, user, lengths_vary=True))
 
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
-            return MeanCall(view, regions, request, self._payload_buffers(request.home))
+            return MeanCall(view, regions, request, buffers)
 
         def finish(pending: Pending, attempted: Arrival) -> Arrival:
             sent = attempted.bytes_sent + pending.void_bytes
@@ -243,10 +245,6 @@ class TcpLink:
             return arrival
 
         return self._submit(request.what, make, finish)
-
-    def _payload_buffers(self, home: Home) -> Buffers:
-        """Memory on the host for the payloads of values that are computed with there."""
-        return self._buffers.setdefault(home.device, Buffers(HOST, home.device, lengths_vary=True))
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         if self.standing is Standing.JOINING:

@@ -356,7 +356,7 @@ def test_payloads_of_many_lengths_do_not_let_the_memory_grow() -> None:
             fragment = Fragment(0, ("vector",), ((numel,),), numel)
             converse = partial(codecs.fp32().converse, torch.ones(numel), fragment, {})
             link.mean(MeanRequest(converse, numel, Trailer, f"{numel} values", home=home)).wait()
-        return link._payload_buffers(home).spare_bytes
+        return link._buffers[home.device].spare_bytes
 
     assert max(run_over_tcp(2, body)) == 8000
 

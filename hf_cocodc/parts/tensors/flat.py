@@ -4,7 +4,7 @@ import ctypes
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,16 +60,21 @@ def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
     return tensors
 
 
-def moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A nested state with its tensors on a device."""
+def mapped(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """A nested state with every tensor changed."""
     return {
-        name: moved(value, device)
-        if isinstance(value, dict)
-        else value.to(device)
+        name: mapped(value, change)
+        if isinstance(value, Mapping)
+        else change(value)
         if isinstance(value, Tensor)
         else value
         for name, value in state.items()
     }
+
+
+def moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A nested state with its tensors on a device."""
+    return mapped(state, lambda tensor: tensor.to(device))
 
 
 def alone(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .flat import mapped
+
 HOST = torch.device("cpu")
 
 
@@ -128,13 +130,7 @@ class Home(Buffers):
 
     def kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A nested state at rest: flat fp32 tensors in memory that the device copies fast, others in any."""
-
-        def keep(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return self.kept(value)
-            return self.keep(value) if isinstance(value, Tensor) else value
-
-        return {name: keep(value) for name, value in state.items()}
+        return mapped(state, self.keep)
 
     def keep(self, value: Tensor) -> Tensor:
         """See `kept`."""
