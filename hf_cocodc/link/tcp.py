@@ -58,10 +58,9 @@ from ..parts.tensors.memory import HOST, Buffers, aside
 from ..threads import NativeThread, at_rest
 from . import rules
 from .base import Arrival, Handle, Link, MeanRequest, T
-from .calls import BroadcastCall, GatherCall, MeanCall
+from .calls import Attempt, BroadcastCall, GatherCall, InHand, Make, MeanCall, Pending
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
-from .pending import Attempt, InHand, Make, Pending
 from .records import Record
 from .rules import Part, Standing
 from .stopping import StopAgreement

@@ -44,7 +44,15 @@ class Buffers:
         """A flat buffer of `numel` undefined values."""
         if self._device != HOST:
             return torch.empty(numel, dtype=dtype, device=self._device)
-        buffer, given = self._spare_one(numel, dtype)
+        buffer = given = too_short = None
+        with self._lock:
+            spare = self._spare.setdefault(dtype, [])
+            place = bisect.bisect_left(spare, numel, key=_length)
+            if place < len(spare) and (self._lengths_vary or _length(spare[place]) == numel):
+                buffer, given = spare.pop(place)
+            elif self._lengths_vary and spare:
+                too_short = spare.pop()
+        del too_short  # freed without the lock: the device may be waited for
         if buffer is None:
             is_pinned = self._is_for_gpu and numel
             buffer = (
@@ -72,25 +80,12 @@ class Buffers:
                     continue
                 whole = self._lent.pop(each)
                 buffer = each if whole is None else whole
-                bisect.insort_left(self._spare.setdefault(buffer.dtype, []), (buffer, given), key=_length)
+                bisect.insort_left(self._spare[buffer.dtype], (buffer, given), key=_length)
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that are kept for reuse now."""
         return sum(buffer.nbytes for spare in self._spare.values() for buffer, _ in spare)
-
-    def _spare_one(
-        self, numel: int, dtype: torch.dtype
-    ) -> tuple[Tensor, torch.cuda.Event | None] | tuple[None, None]:
-        """A spare buffer that is long enough, and when its last user gave it back; nothing if there is none."""
-        with self._lock:
-            spare = self._spare.get(dtype, [])
-            place = bisect.bisect_left(spare, numel, key=_length)
-            if place < len(spare) and (self._lengths_vary or _length(spare[place]) == numel):
-                return spare.pop(place)
-            too_short = spare.pop() if self._lengths_vary and spare else None
-        del too_short  # freed without the lock: the device may be waited for
-        return None, None
 
     @property
     def _is_for_gpu(self) -> bool:
