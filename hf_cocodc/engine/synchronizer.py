@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CocodcError
+from ..errors import CocodcError, LinkError
 from ..link.base import Link
 from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
@@ -178,15 +178,18 @@ class Synchronizer:
     @torch.no_grad()
     def _handle_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
         """Do the events of this inner step."""
-        self.measured.note_event()
-        self._look()
+        traffic = self._traffic
         words: Words | None = None
-        for event in events:
-            fragment = self.fragments[event.fragment]
-            if isinstance(event, Send):
-                self._traffic.send(fragment, word)
-            else:
-                words = self._traffic.land(fragment, event.sent_at, self.method.merge) or words
+        self.measured.note_event()
+        # the schedule counts them as done. Where the link has failed, the state cannot be saved, or another one is taken over
+        with traffic.whole("what was due", LinkError):
+            self._look()
+            for event in events:
+                fragment = self.fragments[event.fragment]
+                if isinstance(event, Send):
+                    traffic.send(fragment, word)
+                else:
+                    words = traffic.land(fragment, event.sent_at, self.method.merge) or words
         return words
 
     @contextmanager

@@ -75,8 +75,8 @@ class Traffic:
         self.shares.trained = trained_in(state.get("trained", (self.inner_step, 0)))
 
     @contextmanager
-    def _whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
-        """Remember that the block has failed halfway, unless it was with an error that is `harmless`."""
+    def whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
+        """Remember if the block fails halfway, unless with an error that is `harmless`. Of two blocks the inner one tells."""
         try:
             yield
         except harmless:
@@ -84,14 +84,14 @@ class Traffic:
         except BaseException as error:
             words = short(error, 400).rstrip(". ")
             said = f": {words}" if words else ""
-            self.broken = f"{what} at step {self.inner_step} failed halfway: {type(error).__name__}{said}"
+            why = f"{what} at step {self.inner_step} failed halfway: {type(error).__name__}{said}"
+            self.broken = self.broken or why
             raise
 
     def send(self, fragment: FragmentState, word: Word) -> None:
         """Send the outer gradient of a fragment."""
         index, step, began = fragment.fragment.index, self.inner_step, self._link.clock()
-        # the schedule counts it as made. Where the link has failed, no state can be saved either
-        whole = self._whole(f"a send of fragment {index}", LinkError)
+        whole = self.whole(f"a send of fragment {index}", LinkError)  # as in `Synchronizer.step`
         with torch.profiler.record_function("hf_cocodc::send"), whole:
             snapshot, outer_grad, own_square = fragment.prepare(fragment.base())
             [square] = self._link.total(own_square.view(1))
@@ -217,7 +217,7 @@ class Traffic:
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival)
-            with self._whole(f"a landing of fragment {index}"):
+            with self.whole(f"a landing of fragment {index}"):
                 if self._guarding.own_fate(transfer, arrival) == DROPPED:
                     take_global(fragment)
                 fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
@@ -262,16 +262,13 @@ class Traffic:
             merge = follow()
         measured, link, staleness = self._measured, self._link, self.inner_step - transfer.sent_at
         counted = zip(arrival.trailers, arrival.verdict.fates, strict=True)
-        info, fresh = (
-            OuterInfo(
-                fragment=fragment.fragment.index,
-                round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
-                global_at_send=transfer.global_params,
-                global_params=fragment.global_params,
-                home=fragment.home,
-                total=link.total,
-            ),
-            None,
+        info = OuterInfo(
+            fragment=fragment.fragment.index,
+            round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
+            global_at_send=transfer.global_params,
+            global_params=fragment.global_params,
+            home=fragment.home,
+            total=link.total,
         )
         merge_info = MergeInfo(
             sent_at=transfer.sent_at,
@@ -279,6 +276,7 @@ class Traffic:
             flight_lr=measured.mean_lr(transfer.lr_sum, staleness) if staleness else measured.lr,
             total=link.total,
         )
+        fresh = None
         if not self._method.outer.regions_agree:
             info, fresh = self._with_own(info, fragment, transfer, arrival)
         if self._guarding.is_clipped(transfer.judged, transfer.norm):

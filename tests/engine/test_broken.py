@@ -103,3 +103,22 @@ def test_a_send_that_failed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     words = f"a send of fragment 0 at step {region.sync.inner_step} failed halfway: OutOfMemoryError: out of memory"
     with pytest.raises(CocodcError, match=re.escape(words)):
         region.sync.state_dict()
+
+
+def test_events_after_one_that_failed_are_not_forgotten() -> None:
+    """The landing is whole, but the schedule has counted what was to follow."""
+
+    def record(kind: str, **facts: Any) -> None:
+        if kind == "land":
+            raise OSError("no space left on the disk")
+
+    model = Blocks(START)
+    sync = Synchronizer(model, method_of("diloco"), loopback(), record=record)
+    with pytest.raises(OSError, match="no space left"):
+        while True:
+            train(model, 0, sync.inner_step + 1)
+            sync.step(0.05)
+    with pytest.raises(
+        CocodcError, match="what was due at step 6 failed halfway: OSError: no space left on the disk"
+    ):
+        sync.state_dict()
