@@ -212,7 +212,7 @@ class FragmentState:
             self.local.write(index, values)
         self.global_params, self.outer, self.has_written = after, state, True
         self.home.give(mean)
-        self._retire(transfer, before)
+        self.drop(transfer, before)
 
     def _scales(self, merge: Merge, here: "_Slices", info: MergeInfo) -> Sequence[Tensor]:
         """What a merge makes of its norms, for each parameter: norms are over all slices, and all ranks that hold shards."""
@@ -234,10 +234,6 @@ class FragmentState:
             total = total + self.local.read(index).sum()
         # a finite number minus itself is 0, any other is NaN
         return info.total((total - total).double().view(1)) == 0
-
-    def drop(self, transfer: Transfer) -> None:
-        """Return the memory of a transfer that has ended, is no longer in flight and will not land."""
-        self._retire(transfer)
 
     def transfer_of(self, sent_at: int) -> Transfer:
         """The transfer sent at this inner step: the oldest in flight, because they land in order. Step 0: one never sent."""
@@ -261,8 +257,8 @@ class FragmentState:
         transfer.handle = handle
         return transfer
 
-    def _retire(self, transfer: Transfer, *replaced: Tensor) -> None:
-        """Return the memory of a transfer, and replaced global params, unless they are still referenced."""
+    def drop(self, transfer: Transfer, *replaced: Tensor) -> None:
+        """Return the memory of a transfer that is no longer in flight, and replaced global params, unless still referenced."""
         self.home.give(transfer.snapshot)
         if transfer.outer_grad is not None:
             self.home.give(transfer.outer_grad)

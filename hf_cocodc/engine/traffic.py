@@ -280,7 +280,8 @@ class Traffic:
         if not self._method.outer.regions_agree:
             info, fresh = self._with_own(info, fragment, transfer, arrival)
         if self._guarding.is_clipped(transfer.judged, transfer.norm):
-            self._tell_of_fresh(fragment, transfer)
+            index, norm, ordinary = fragment.fragment.index, transfer.norm, transfer.judged
+            self._account.counts_less(transfer.sent_at, index, link.region, norm, ordinary)
         fragment.land(transfer, arrival.result.mean, self._method.outer, merge, info, merge_info, fresh)
         if fresh is not None and all(fresh is not each.outer_grad for each in fragment.in_flight):
             fragment.home.give(fresh)
@@ -368,8 +369,3 @@ class Traffic:
         [square] = self._link.total(own_square.view(1))
         fragment.clear_(outer_grad, ~square.isfinite())
         return outer_grad, square
-
-    def _tell_of_fresh(self, fragment: FragmentState, transfer: Transfer) -> None:
-        """Record that this region's own outer step has scaled down its fresh outer gradient."""
-        index, region = fragment.fragment.index, self._link.region
-        self._account.counts_less(transfer.sent_at, index, region, transfer.norm, transfer.judged)
