@@ -99,8 +99,8 @@ def _length(spare: tuple[Tensor, Any]) -> int:
 class Home(Buffers):
     """Where flat tensors rest, and the device on which they are computed with: that of the model's parameters.
 
-    It lends flat tensors at rest (`Buffers`). Code that computes brings a slice in (`visit`), computes, and brings the result back
-    (`store`). Where both are one device, a slice is its own visitor.
+    It lends flat tensors at rest (`Buffers`). Code that computes brings a slice in (`visit`), computes, and brings the result
+    back (`store`). Where both are one device, a slice is its own visitor.
 
     Args:
         device: of the model's parameters.
