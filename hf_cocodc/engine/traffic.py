@@ -1,7 +1,6 @@
 """The transfers of one region: how they are sent, landed, and all brought to their end."""
 
 import functools
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,6 @@ from .fragment import FragmentState, Transfer
 from .saved import sound_counts, take_global, trained_in
 from .shares import Guarding, Shares
 
-logger = logging.getLogger(__name__)
-
 
 class Traffic:
     """Sends and lands the transfers of one region; its other arguments are those of `Synchronizer`.
@@ -40,6 +37,7 @@ class Traffic:
     Attributes:
         trained_at: last inner step that trained; -1 once this region has given up what it has trained.
         broken: what has failed halfway, so that this region holds no state of any step; empty if nothing has.
+        judge: makes the function that judges a transfer, from what was ordinary when it was sent.
     """
 
     def __init__(
