@@ -96,7 +96,7 @@ def test_a_region_that_ends_first_hears_while_it_coasts_that_all_stop() -> None:
 
 def test_a_region_that_has_left_does_not_end_as_if_the_run_were_complete() -> None:
     def leaves(accelerator: Accelerator, outer: OuterOptimizer) -> None:
-        outer.endings.end("leave", "SIGTERM")
+        outer.training.endings.end("leave", "SIGTERM")
 
     with pytest.raises(RunLeft, match=r"has left the run at step 1: SIGTERM\. The others train on"):
         documented(loopback(), 9, leaves, nothing)
