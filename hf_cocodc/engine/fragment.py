@@ -95,7 +95,7 @@ class FragmentState:
         def compute() -> int:
             with aside(self.home.device):
                 departure.wait(flat)
-                self.home.settle()
+                self.home.finish_copies()
                 return digest(flat)
 
         return compute

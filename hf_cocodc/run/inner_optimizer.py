@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, shown
 from ..newer import INNER
+from ..parts.tensors.memory import is_capturing
 from .copies import Copies
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class InnerOptimizer:
         self._model, self._reads_lr = model, reads_lr
         self.times_anew = 0
         self._is_clipped = False
-        self._counted = False
+        self._counted = self._captured = False
         self._steps: list[int] = []
         for part in self._parts:
             refuse_two_sets_of_weights(part)
@@ -147,6 +148,9 @@ class InnerOptimizer:
 
         Optimizers that are not PyTorch's have no hooks, and are not counted. A step that a gradient scaler skips is none. Of
         several optimizers one may step more often than others: all of them must have stepped twice without a call.
+
+        A step that a CUDA graph captures is none, and its replays call no hooks: of those, `refuse_uncounted` only knows that
+        there is such a graph.
         """
         parts = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self._steps, depths = [0] * len(parts), [0] * len(parts)
@@ -157,6 +161,9 @@ class InnerOptimizer:
         def ends(number: int, *_: Any) -> None:
             depths[number] -= 1
             if depths[number]:
+                return
+            if is_capturing():
+                self._captured = True
                 return
             self._steps[number] += 1
             if self._steps[number] == 2 and min(self._steps) >= 2:
@@ -179,13 +186,21 @@ class InnerOptimizer:
         """Note that `outer.step()` was called after the optimizers' steps."""
         self._counted, self._steps = True, [0] * len(self._steps)
 
-    def refuse_uncounted(self) -> None:
+    def refuse_uncounted(self, is_over: bool = False) -> None:
         """Raise InputError if the optimizers have made steps in this run, and `count` was never called: they would be lost. One
-        step after the last call is in the last round.
+        step after the last call is in the last round. `is_over`: the run had to make no steps, so that those of a graph have not
+        been made.
         """
-        if any(self._steps) and not self._counted:
+        if self._counted:
+            return
+        if any(self._steps):
             raise InputError(
                 f"{self._name} has made {max(self._steps)} step(s), and nobody has called `outer.step()`. {_MISSING}"
+            )
+        if self._captured and not is_over:
+            raise InputError(
+                f"a CUDA graph has captured the steps of {self._name}, and nobody has called `outer.step()`. Otherwise the other "
+                "regions get nothing of what this one trains. Add the line `outer.step()` behind `graph.replay()`."
             )
 
     @property

@@ -17,6 +17,7 @@ from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spa
 from ..link.base import Link
 from ..link.records import Ending
 from ..methods import Method
+from ..parts.tensors.memory import is_capturing
 from ..resolve import as_config, from_config
 from ..settings import OuterConfig, RegionConfig
 from ..snapshot.checkpoint import Saved
@@ -279,7 +280,7 @@ class OuterOptimizer:
     def end(self) -> None:
         """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
         if not self.finished:
-            self.training.inner.refuse_uncounted()
+            self.training.inner.refuse_uncounted(self.should_stop)
             self.training.inner.copies.refuse()
         if not self.finished and not self.training.is_at_the_end:
             self.say(Ending.DONE)
@@ -368,6 +369,8 @@ class OuterOptimizer:
         A step that a gradient scaler skipped counts, as in Trainer's `global_step`: scalers of different regions skip
         at different times, and regions that count differently would wait for each other for ever.
 
+        Where a CUDA graph holds the optimizer's step, call it after every `graph.replay()`: nobody counts the steps of replays.
+
         Args:
             loss: this region's training loss, for the mean over regions in `report`.
             tokens: of this rank's micro-batch; needed at every call with `weights=tokens`, otherwise not used.
@@ -377,6 +380,11 @@ class OuterOptimizer:
             raise InputError(
                 f"step() after the run has ended at step {self.inner_step}{length}. Leave the loop when outer.should_stop is "
                 "True; make a new OuterOptimizer to train on."
+            )
+        if is_capturing():
+            raise InputError(
+                "step() while a CUDA graph is captured: it would run now, and in no replay. Call outer.step() after each "
+                "graph.replay(), outside `with torch.cuda.graph(...)`."
             )
         if tokens is not None:
             self.training.tokens.note(tokens)

@@ -15,6 +15,8 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError, RunLeft, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback, run_in_lockstep
+from hf_cocodc.run import inner_optimizer, outer_optimizer
+from hf_cocodc.run.inner_optimizer import InnerOptimizer
 from tests.toys import batch, llama, params_of
 
 CONFIG = OuterConfig(sync_interval=2, outer_lr=0.7, outer_momentum=0.0)
@@ -222,3 +224,51 @@ def test_accumulated_gradients_and_optimizers_in_turns_are_no_forgotten_steps() 
 
     torch.optim.AdamW([torch.zeros(1)])  # the first of its class lets PyTorch wrap its step
     loop(lambda model: [Derived(model.parameters())], derived)
+
+
+def test_steps_that_a_graph_captures_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture runs PyTorch's hooks and no step, a replay makes a step and runs no hooks."""
+    capturing = [False]
+    for module in (inner_optimizer, outer_optimizer):
+        monkeypatch.setattr(module, "is_capturing", lambda: capturing[0])
+
+    def capture(made: list[Any]) -> None:
+        capturing[0] = True
+        with torch.no_grad():
+            made[0].optimizer.step()
+        capturing[0] = False
+
+    def replays(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for _ in range(3):  # one for each shape of a batch
+            capture(made)
+        for _ in range(4):
+            outer.step()
+        capturing[0] = True
+        try:
+            with pytest.raises(InputError, match=r"Call outer.step\(\) after each graph.replay\(\)"):
+                outer.step()
+        finally:
+            capturing[0] = False
+        assert outer.inner_step == 4
+
+    loop(adamw, replays)
+
+    def forgets(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        capture(made)
+
+    with pytest.raises(
+        InputError, match=r"a CUDA graph has captured the steps of AdamW, and nobody has called"
+    ):
+        loop(adamw, forgets)
+
+
+def test_a_graph_of_a_run_that_has_ended_is_no_forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that captures first finds that there is nothing to do: the run was resumed at its end."""
+    inner = InnerOptimizer(adamw(model := llama(layers=1)), model, reads_lr=False, begins_anew=False)
+    undo = inner.watch_steps()
+    monkeypatch.setattr(inner_optimizer, "is_capturing", lambda: True)
+    inner._parts[0].step()
+    inner.refuse_uncounted(is_over=True)
+    with pytest.raises(InputError, match="captured"):
+        inner.refuse_uncounted()
+    undo()
