@@ -12,7 +12,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from ..engine.transfer import unknown_tokens
 from ..errors import InputError, shown
+from ..link.within import ranks_of_region
 from ..newer import INNER
 from ..parts.tensors.memory import is_capturing
 from .copies import Copies
@@ -329,24 +331,66 @@ class Tokens:
         self.counted = counted
         self._accelerator, self._alike = accelerator, alike
         self._noted: Any = None
+        self._failure: InputError | None = None
 
     def note(self, tokens: Any) -> None:
         """Add the tokens of a micro-batch of this rank: a number, or a tensor of one, on any device."""
         if self.counted:
             self._noted = tokens if self._noted is None else self._noted + tokens
 
-    def take(self) -> int | None:
-        """The region's tokens since the last call, by a collective call of its ranks; None if none were noted. Raises
-        InputError if their number is not a whole number from 0.
+    def fail(self, error: InputError) -> None:
+        """Note that a micro-batch has no tokens that can be counted: `take` raises `error` in all ranks. A single rank need not
+        wait for it.
         """
-        if self._noted is None:
+        if self._is_alone:
+            raise error
+        self._failure = self._failure or error
+
+    def take(self) -> int | None:
+        """The region's tokens since the last call, by a collective call of its ranks; None if they are not counted. Raises
+        InputError, the same in all ranks, if one of them has noted none, or no whole number from 0.
+        """
+        if not self.counted:
             return None
-        noted, self._noted = float(self._noted), None
-        if noted < 0 or not noted.is_integer():
-            raise InputError(
-                f"outer.step(tokens={noted:g}): the tokens of an inner step must be a whole number from 0."
-            )
-        if self._alike or self._accelerator.num_processes == 1:
-            return int(noted)
-        own = torch.tensor([int(noted)], dtype=torch.int64, device=self._accelerator.device)
-        return int(self._accelerator.reduce(own, "sum"))
+        noted, failure, number = self._noted, self._failure, 0
+        self._noted = self._failure = None
+        try:
+            number = _whole(noted)
+        except InputError as error:
+            failure = failure or error
+        if not self._is_alone:
+            return self._sum(number, failure)
+        if failure is not None:
+            raise failure
+        return number
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._alike or self._accelerator.num_processes == 1
+
+    def _sum(self, number: int, failure: InputError | None) -> int:
+        """The sum over all ranks, if none of them has failed: a leader that fails alone would keep the others waiting."""
+        own = torch.tensor(
+            [[failure is not None, number]], dtype=torch.int64, device=self._accelerator.device
+        )
+        rows = self._accelerator.gather(own).tolist()
+        failed = [rank for rank, (has_failed, _) in enumerate(rows) if has_failed]
+        if failed:
+            message = ranks_of_region().say(failed[0], str(failure), "the tokens of an inner step")
+            raise InputError(message) from failure
+        return sum(number for _, number in rows)
+
+
+def _whole(tokens: Any) -> int:
+    """The number of tokens. Raises InputError if nobody has noted any, or if it is no whole number from 0."""
+    if tokens is None:
+        raise unknown_tokens()
+    try:
+        number = float(tokens)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number < 0 or not number.is_integer():
+        raise InputError(
+            f"outer.step(tokens={shown(tokens)}): the tokens of an inner step must be a whole number from 0."
+        )
+    return int(number)

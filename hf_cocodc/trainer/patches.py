@@ -112,7 +112,11 @@ class Patches:
         """Counts the tokens of the next inner step, which are its weight."""
         batches, *rest = get(*args, **kwargs)
         if self._callback.outer is not None:
-            self._callback.outer.training.tokens.note(tokens_of(batches))
+            tokens = self._callback.outer.training.tokens
+            try:
+                tokens.note(tokens_of(batches))
+            except InputError as error:  # the other ranks of the region need not have such a batch
+                tokens.fail(error)
         return batches, *rest
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
