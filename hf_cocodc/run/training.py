@@ -20,6 +20,7 @@ from ..link.base import Link
 from ..link.ranks import SharedLink
 from ..link.records import Words
 from ..link.within import main_says
+from ..parts.tensors.memory import HOST
 from ..resolve import continuing, from_config, guard_of, method_of, settings
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved
@@ -271,13 +272,15 @@ def engine_for(
     saved: Saved | None,
     is_bounded: Callable[[], bool] = lambda: True,
 ) -> Engine:
-    """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
+    """The engine for a model as it is, at the start of a run or where it was saved. A collective call. Raises InputError if the
+    host has no room for what it keeps and a transfer takes.
+    """
     method, home = from_config(config), home_of(model, config)
     if saved is not None:
         method = method_of(config, saved.facts.settings, saved.state["layout"])
 
     def build(link: Link) -> Synchronizer:
-        return Synchronizer(
+        engine = Synchronizer(
             model,
             method,
             link,
@@ -289,6 +292,8 @@ def engine_for(
             state=None if saved is None else saved.state,
             home=home,
         )
+        home.try_to_pin(engine.memory()[HOST].per_transfer)  # better now than at the first landing
+        return engine
 
     return Replicas(build, model, method, link, home.rest) if isinstance(link, SharedLink) else build(link)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import mmap
+import resource
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,12 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.engine.fragment import hold
+from hf_cocodc.errors import InputError
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.parts.tensors import memory
 from hf_cocodc.parts.tensors.flat import digest
 from hf_cocodc.parts.tensors.memory import HOST, Buffers, Home, aside, beside_captures, own_pages
+from tests.toys import llama
 
 GLOBAL, RELAXED = 0, 2
 """CUDA's modes: of a thread whose calls end another thread's capture, and of one whose calls do not."""
@@ -60,6 +67,8 @@ class Cuda:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.is_capturing = False
+        self.room = math.inf
+        self._pinned: dict[int, int] = {}
         self._thread = threading.local()
 
     @property
@@ -75,6 +84,22 @@ class Cuda:
         self.calls.append((what, self.mode))
         return 0
 
+    def pin(self, address: int, num_bytes: int, flags: int) -> int:
+        """Refuses if more than `room` bytes would be pinned."""
+        self.call("pin")
+        if self.pinned_bytes + num_bytes > self.room:
+            return 2
+        self._pinned[address] = num_bytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        del self._pinned[address]
+        return self.call("unpin")
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._pinned.values())
+
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
             synchronize=lambda: self.call(f"synchronize {name}"),
@@ -86,9 +111,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     fake = Cuda()
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *_: fake.call("pin"), cudaHostUnregister=lambda _: fake.call("unpin")
-    )
+    runtime = SimpleNamespace(cudaHostRegister=fake.pin, cudaHostUnregister=fake.unpin)
     monkeypatch.setattr(memory, "has_streams", lambda device: True)
     monkeypatch.setattr(memory, "_side_stream", lambda device: fake.stream("side"))
     monkeypatch.setattr(memory, "_capture_mode", lambda: fake.exchange)
@@ -180,3 +203,32 @@ def test_a_runtime_that_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused == [RELAXED]
     assert refused == [RELAXED]
     assert isinstance(ctypes.CDLL(torch._C.__file__).omp_get_max_threads(), int)  # its libraries are found
+
+
+def test_memory_that_cannot_be_pinned_is_known_before_training(cuda: Cuda) -> None:
+    """Not at the first landing, which would take it: what is kept has room, and a transfer has not."""
+    model = llama(layers=1)
+    values = sum(param.numel() for param in model.parameters())
+
+    def make() -> OuterOptimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return OuterOptimizer(Accelerator(cpu=True), model, optimizer, OuterConfig(), link=loopback())
+
+    outer = make()
+    kept = cuda.pinned_bytes
+    assert kept >= 4 * values
+    outer.close()
+    del outer
+    gc.collect()
+    assert not cuda.pinned_bytes
+    cuda.room = kept + 2 * 4 * values
+    with pytest.raises(
+        InputError, match=r"MB of the host cannot be pinned for the GPU \(CUDA error 2\)"
+    ) as caught:
+        make()
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    said = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.4g} MB"
+    assert f"The limit of this process for locked memory is {said}. Raise it (ulimit -l unlimited" in str(
+        caught.value
+    )
+    assert "or set outer.device=model" in str(caught.value)

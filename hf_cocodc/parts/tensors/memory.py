@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ...errors import InputError
 
 HOST = torch.device("cpu")
 _RELAXED = 2
@@ -84,6 +87,11 @@ class Home:
         """
         if self.is_apart and has_streams(self.device):
             torch.cuda.synchronize(self.device)
+
+    def try_to_pin(self, num_bytes: int) -> None:
+        """Find out whether a GPU can have so much pinned memory beside what it has. Raises InputError if not."""
+        if num_bytes and has_streams(self.device):
+            pinned(num_bytes, torch.uint8, self.device)
 
     def finish_copies(self) -> None:
         """Wait for what this thread has given the device: copies from and to memory of the host have then ended."""
@@ -159,15 +167,19 @@ def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of the host whose memory stays in place until it is freed: a GPU copies it at the full speed of its bus.
 
     It has pages of its own, because memory can be locked by pages only. torch's own pinned memory comes in powers of two: up to
-    twice as much. Raises MemoryError if the system refuses.
+    twice as much. Raises InputError if the system refuses.
     """
     buffer = own_pages(numel, dtype)
     address = buffer.data_ptr()
     refused = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
     if refused:
-        raise MemoryError(
-            f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}). Raise the limit of "
-            "locked memory (ulimit -l), or set outer.device=model."
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limited = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.4g} MB"
+        raise InputError(
+            f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}), which copies to and "
+            f"from pinned memory only. The limit of this process for locked memory is {limited}. Raise it (ulimit -l unlimited; "
+            "in a container --ulimit memlock=-1), free memory of the host, or set outer.device=model, which pins only what "
+            "travels."
         )
     weakref.finalize(buffer, _unpin, address, device).atexit = False
     return buffer
