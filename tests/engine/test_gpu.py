@@ -157,6 +157,19 @@ def test_a_captured_step_of_the_optimizer_is_not_counted() -> None:
         assert outer.inner_step == 7 and not torch.equal(before, model.weight)
 
 
+def test_a_graph_of_inductor_computes_with_what_has_landed() -> None:
+    """As `torch_compile=True` with mode reduce-overhead captures it: parameters are read where they were at the capture."""
+    model = nn.Linear(64, 64, device="cuda")
+    compiled, data = torch.compile(model, mode="reduce-overhead"), torch.ones(4, 64, device="cuda")
+    synchronizer = Synchronizer(model, from_config(OuterConfig(sync_interval=1, outer_lr=0.5)), loopback())
+    for _ in range(6):
+        with torch.no_grad():
+            model.weight.add_(0.1)  # as an inner step
+            synchronizer.step(1e-3)
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(data).clone(), model(data))
+
+
 def test_the_training_thread_does_not_wait_for_the_device() -> None:
     """A send, and a landing whose mean is there, return while the device is busy with what it got before."""
     model = llama().to("cuda")
