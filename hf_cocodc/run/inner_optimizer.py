@@ -91,7 +91,7 @@ class InnerOptimizer:
         self._model, self._reads_lr = model, reads_lr
         self.times_anew = 0
         self._is_clipped = False
-        self._counted = self._captured = False
+        self._counted = self._is_watched = False
         self._steps: list[int] = []
         for part in self._parts:
             refuse_two_sets_of_weights(part)
@@ -151,9 +151,9 @@ class InnerOptimizer:
         Optimizers that are not PyTorch's have no hooks, and are not counted. A step that a gradient scaler skips is none. Of
         several optimizers one may step more often than others: all of them must have stepped twice without a call.
 
-        A step that a CUDA graph captures is none, and its replays call no hooks: of those, `refuse_uncounted` only knows that
-        there is such a graph.
+        A step that a CUDA graph captures is none, and its replays call no hooks.
         """
+        self._is_watched = True
         parts = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self._steps, depths = [0] * len(parts), [0] * len(parts)
 
@@ -165,7 +165,6 @@ class InnerOptimizer:
             if depths[number]:
                 return
             if is_capturing():
-                self._captured = True
                 return
             self._steps[number] += 1
             if self._steps[number] == 2 and min(self._steps) >= 2:
@@ -188,21 +187,24 @@ class InnerOptimizer:
         """Note that `outer.step()` was called after the optimizers' steps."""
         self._counted, self._steps = True, [0] * len(self._steps)
 
-    def refuse_uncounted(self, is_over: bool = False) -> None:
+    def note_weights(self, inner_step: int) -> None:
+        """Remember with which weights training begins at this inner step."""
+        self._began_at, self._began_with = inner_step, self.copies.values()
+
+    def refuse_uncounted(self, inner_step: int) -> None:
         """Raise InputError if the optimizers have made steps in this run, and `count` was never called: they would be lost. One
-        step after the last call is in the last round. `is_over`: the run had to make no steps, so that those of a graph have not
-        been made.
+        step after the last call is in the last round. Steps without hooks, as of a graph's replays, show in the weights.
         """
-        if self._counted:
+        if self._counted or not self._is_watched:
             return
         if any(self._steps):
             raise InputError(
                 f"{self._name} has made {max(self._steps)} step(s), and nobody has called `outer.step()`. {_MISSING}"
             )
-        if self._captured and not is_over:
+        if inner_step == self._began_at and not all(map(torch.equal, self._began_with, self.copies.values())):
             raise InputError(
-                f"a CUDA graph has captured the steps of {self._name}, and nobody has called `outer.step()`. Otherwise the other "
-                "regions get nothing of what this one trains. Add the line `outer.step()` behind `graph.replay()`."
+                f"the weights that {self._name} trains have changed, and nobody has called `outer.step()`. {_MISSING} A CUDA "
+                "graph that has captured the optimizer's step needs it after each replay."
             )
 
     @property

@@ -280,7 +280,7 @@ class OuterOptimizer:
     def end(self) -> None:
         """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
         if not self.finished:
-            self.training.inner.refuse_uncounted(self.should_stop)
+            self.training.inner.refuse_uncounted(self.inner_step)
             self.training.inner.copies.refuse()
         if not self.finished and not self.training.is_at_the_end:
             self.say(Ending.DONE)

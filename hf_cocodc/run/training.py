@@ -118,6 +118,7 @@ class Training:
             if saved.facts.taken_over:
                 self.engine.take_over()
             self.endings.continue_from(self.inner_step)
+        self.inner.note_weights(self.inner_step)
         self._note_start(saved)
 
     def step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:

@@ -31,7 +31,7 @@ class Region(OuterOptimizer):
         self.calls: list[str] = []
         nothing: Any = SimpleNamespace(verdict=None, word=None, note_saved_everywhere=print)
         checks = SimpleNamespace(refuse=lambda: None)
-        inner: Any = SimpleNamespace(refuse_uncounted=lambda is_over: None, copies=checks)
+        inner: Any = SimpleNamespace(refuse_uncounted=lambda inner_step: None, copies=checks)
         link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)
         loop: Any = SimpleNamespace(keeps_link=True, stand_in=lambda: None)
         self.training = Coasting(
