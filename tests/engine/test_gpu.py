@@ -115,7 +115,7 @@ def test_a_graph_is_captured_while_the_link_works(is_freed: bool) -> None:
         finally:
             worked.set()
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     graph = torch.cuda.CUDAGraph()
     values.mul(2)
@@ -157,6 +157,7 @@ def test_a_captured_step_of_the_optimizer_is_not_counted() -> None:
         assert outer.inner_step == 7 and not torch.equal(before, model.weight)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_a_graph_of_inductor_computes_with_what_has_landed() -> None:
     """As `torch_compile=True` with mode reduce-overhead captures it: parameters are read where they were at the capture."""
     model = nn.Linear(64, 64, device="cuda")
