@@ -12,10 +12,9 @@ from . import parts
 from .errors import InputError, short, shown
 from .methods import Method
 from .newer import known
-from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS, alpha_of, check_settings, idle, is_own
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def _composer(config: OuterConfig) -> _Composer:
         faults = {
             "no name": not chosen.name,
             "a name of ours": chosen.name in ours,
-            "the form MODULE:NAME": demands.is_own(chosen.name),
+            "the form MODULE:NAME": is_own(chosen.name),
         }
         for fault in (words for words, holds in faults.items() if holds):
             raise InputError(
@@ -66,7 +65,7 @@ def _composer(config: OuterConfig) -> _Composer:
                 "dataclasses.replace(method, name='my-method')."
             )
         return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
-    if not demands.is_own(chosen):
+    if not is_own(chosen):
         raise InputError(
             f"outer.method={shown(chosen)} must be text or a Method. Known: {', '.join(ours)}; or MODULE:NAME, of your own."
         )
@@ -86,7 +85,7 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
     options: dict[str, Any] = config.options or {}  # type: ignore[assignment]
     mine = {name: value for name, value in options.items() if name in takes}
     others = {name: value for name, value in options.items() if name not in takes}
-    known = parts.own.options_of_codec(config.codec) if others and demands.is_own(config.codec) else {}
+    known = parts.own.options_of_codec(config.codec) if others and is_own(config.codec) else {}
     for name, value in others.items():
         if name not in known:
             taken = ", ".join([*takes, *known]) or "nothing"
@@ -99,11 +98,11 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
 
 def check(config: OuterConfig) -> None:
     """Check the settings as `from_config` does, but without importing torch, and thus no methods and codecs of a user's own."""
-    if isinstance(config.method, Method) or demands.is_own(config.method):
+    if isinstance(config.method, Method) or is_own(config.method):
         return
     composer = _composer(config)
     _check(composer, config.given())
-    if not demands.is_own(config.codec):
+    if not is_own(config.codec):
         _options(config, composer.takes)
 
 
@@ -116,7 +115,7 @@ def from_config(config: OuterConfig) -> Method:
     _check(composer, given)
     mine, for_codec = _options(config, composer.takes)
     given = _numbers(composer, given)
-    if demands.is_own(given.get("codec")):
+    if is_own(given.get("codec")):
         given["codec"] = parts.own.codec(given["codec"], for_codec)
     method = composer.compose(**given, **mine)
     if not isinstance(method, Method):
@@ -146,7 +145,7 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
     if not composer.is_own:
-        demands.check({**takes, **given}, list(given))
+        check_settings({**takes, **given}, list(given))
     for name in FOLLOWING if composer.is_own else ():
         if given.get(name, takes.get(name)) == AUTO:
             raise InputError(
@@ -167,7 +166,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
             chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         chosen["guard"] = config.guard
-    has_own_codec = not isinstance(config.codec, str | None) or demands.is_own(config.codec)
+    has_own_codec = not isinstance(config.codec, str | None) or is_own(config.codec)
     if composer.is_own or has_own_codec:
         chosen = _of_own(config, composer, chosen)
     if composer.is_own:
@@ -175,16 +174,16 @@ def settings(config: OuterConfig) -> dict[str, object]:
     if chosen.get("mean") == BEFORE["mean"]:
         del chosen["mean"]
     if "mixing_alpha" in chosen:
-        chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
-    idle = demands.idle(chosen)
-    return {name: value for name, value in chosen.items() if name not in idle}
+        chosen["mixing_alpha"] = alpha_of(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
+    without_effect = idle(chosen)
+    return {name: value for name, value in chosen.items() if name not in without_effect}
 
 
 def _of_own(config: OuterConfig, composer: _Composer, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """`chosen` as it comes back from JSON, with options by their names in a recipe, and a user's own parts in words."""
     method = from_config(config)
     mine, for_codec = _options(config, composer.takes)
-    known = parts.own.options_of_codec(config.codec) if demands.is_own(config.codec) else {}
+    known = parts.own.options_of_codec(config.codec) if is_own(config.codec) else {}
     named = {**known, **for_codec, **chosen, **mine}
     if not isinstance(config.codec, str | None):  # its words stand for it
         del named["codec"]
@@ -192,7 +191,7 @@ def _of_own(config: OuterConfig, composer: _Composer, chosen: Mapping[str, Any])
     slots = sorted(PARTS) if composer.is_own else ["codec"]
     told |= {f"{PART}{name}": parts.own.described(getattr(method, name)) for name in slots}
     for name in ("method", "codec"):
-        if demands.is_own(given := getattr(config, name)):
+        if is_own(given := getattr(config, name)):
             thing, module = parts.own.found(f"outer.{name}", given), given.partition(":")[0]
             told[f"{PART}{name}.source"] = parts.own.described(thing, module)
     return told
@@ -231,7 +230,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
     """
-    function = parts.own.found("outer.method", method) if demands.is_own(method) else known().get(method)
+    function = parts.own.found("outer.method", method) if is_own(method) else known().get(method)
     lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
     number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
     return None if number is None else (lines[0].partition(":")[0], number[0])

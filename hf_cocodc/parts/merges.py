@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from . import demands
+from ..errors import InputError, nearest, shown
 from .info import MergeInfo, MergeSlice
 
+_MODES = ("adaptive", "fixed", "lr_normalized", "additive")
 _MAX_CURVATURE = 10.0
 """Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
 
@@ -116,7 +116,8 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     Raises:
         InputError: the mode is unknown, or the strength is negative.
     """
-    demands.one_of("compensation", mode, demands.COMPENSATIONS)
+    if mode not in _MODES:
+        raise InputError(f"compensation={shown(mode)} is not known.{nearest(mode, _MODES)}")
     if strength < 0:
         raise InputError(
             f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."

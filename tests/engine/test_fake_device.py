@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.base import drive
 from hf_cocodc.newer import known
-from hf_cocodc.parts import codecs, demands, merges, outer
+from hf_cocodc.parts import codecs, merges, outer
 from hf_cocodc.parts.codecs.base import Codec, mean_of
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.parts.guard import Guard
@@ -24,6 +24,7 @@ from hf_cocodc.parts.tensors.flat import moved, tensors_in
 from hf_cocodc.parts.tensors.memory import HOST, Home
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.outer import COMPENSATIONS
 from tests.benchmarks import passes
 from tests.fake import Fake, FakeLink, Waited, fake_tensors
 from tests.far import FAR
@@ -108,7 +109,7 @@ MERGES = {
     "mix": merges.mix(0.5),
     "mix of local params alone": merges.mix(1.0),
     "additive": merges.additive(),
-    **{f"compensate {mode}": merges.compensate_delay(mode) for mode in demands.COMPENSATIONS},
+    **{f"compensate {mode}": merges.compensate_delay(mode) for mode in COMPENSATIONS},
 }
 
 

@@ -13,11 +13,12 @@ from hf_cocodc import OuterOptimizer
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
-from hf_cocodc.parts.choose import CODECS
+from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Plain
 from hf_cocodc.parts.tensors.memory import HOST, Buffers, Departure, Home, aside
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.outer import CODECS
 from tests.engine.test_device import START, trajectory
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, llama, run
@@ -76,7 +77,7 @@ def test_training_goes_on_while_a_payload_leaves() -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_codec_gives_the_bytes_of_the_host(name: str) -> None:
     """Equal payloads for equal values, also where they are not finite; and equal values from equal bytes."""
-    codec = CODECS[name]()
+    codec = getattr(codecs, name)()
     if not isinstance(codec, Plain):
         pytest.skip("it is no coder")
     values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import pydoc
 import subprocess
@@ -13,11 +14,12 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import diloco
+from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
+from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.settings.fields import is_expert, meaning
-from hf_cocodc.settings.outer import METHODS, PARTS
+from hf_cocodc.settings.fields import is_expert, meaning, rules_of
+from hf_cocodc.settings.outer import CODECS, METHODS, PARTS, Known
 from hf_cocodc.settings.reference import in_markdown, listing
 
 EXPERT = {
@@ -30,6 +32,27 @@ BOTH = (OuterConfig, RegionConfig)
 
 def test_the_names_of_methods_are_those_of_the_methods() -> None:
     assert list(METHODS) == list(known())
+
+
+@pytest.mark.parametrize("method", ["streaming", "cocodc", "sparseloco"])
+def test_each_name_of_a_part_makes_one(method: str) -> None:
+    """What the settings know without torch, the parts have; and no setting has names that a part does not know."""
+    names = {name: rule.names for name, rule in rules_of(OuterConfig, Known).items()}
+    assert names["codec"] == CODECS and set(names) == {
+        *("fragment_pattern", "merge", "codec", "mean", "compensation"),
+    }
+    taken = inspect.signature(known()[method]).parameters
+    for name, value in ((name, each) for name, each_of in names.items() if name in taken for each in each_of):
+        fitting: dict[str, Any] = {}
+        if name == "fragment_pattern" and value == "whole":
+            fitting = {"num_fragments": 1}
+        if name == "codec":
+            fitting = {"error_feedback": value != "fp32"}
+        if name == "mean" and method == "sparseloco":
+            fitting = {"codec": "int4"}
+        if name == "merge" and method == "sparseloco":
+            fitting = {"overlap_steps": 0}
+        assert isinstance(from_config(OuterConfig(method=method, **{name: value}, **fitting)), Method)
 
 
 def test_an_unknown_method_is_refused_when_it_is_given() -> None:
