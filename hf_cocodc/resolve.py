@@ -5,7 +5,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import parts
@@ -20,17 +20,6 @@ logger = logging.getLogger(__name__)
 
 PART = "part."
 """How the descriptions of parts begin, among the settings."""
-
-OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows", "part.fragments")
-"""Settings that say what travels together."""
-BEFORE = {
-    "split_rows": False,
-    "weights": "equal",
-    "mean": "average",
-    "on_nonfinite": "restart",
-    "nonfinite_rounds": 3,
-}
-"""What versions without these settings did, and for `weights` and `mean`, checkpoints that do not mention them."""
 
 
 class _Composer(NamedTuple):
@@ -162,7 +151,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
     chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **_numbers(composer, config.given())}
     chosen["digest_interval"] = config.digest_interval
     for name in ("weights", "on_nonfinite", "nonfinite_rounds"):
-        if getattr(config, name) != BEFORE[name]:
+        if getattr(config, name) != getattr(OuterConfig, name):
             chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         chosen["guard"] = config.guard
@@ -171,7 +160,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
         chosen = _of_own(config, composer, chosen)
     if composer.is_own:
         return chosen
-    if chosen.get("mean") == BEFORE["mean"]:
+    if chosen.get("mean") == "average":
         del chosen["mean"]
     if "mixing_alpha" in chosen:
         chosen["mixing_alpha"] = alpha_of(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
@@ -242,30 +231,6 @@ def guard_of(config: OuterConfig) -> Guard | None:
     return Guard(**given) if isinstance(given, dict) else None  # type: ignore[arg-type]
 
 
-def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
-    """`config` for a run that continues from a checkpoint with the settings `written`.
-
-    Fragments keep their layout: `split_rows`, if not given, has the value of the checkpoint.
-    """
-    default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
-    if config.split_rows is not None or default in (None, theirs):
-        return config
-    logger.info(
-        "outer.split_rows is %s by default, but fragments stay as in the checkpoint, which has split_rows=%s.",
-        *(default, theirs),
-    )
-    return dataclasses.replace(config, split_rows=theirs)
-
-
-def method_of(config: OuterConfig, written: Mapping[str, Any], layout: Sequence[Any]) -> Method:
-    """The method for a run that continues from a checkpoint with the settings `written`, and keeps its fragments."""
-    method, ours = from_config(config), settings(config)
-    if any(value_in(written, name) != value_in(ours, name) for name in OF_FRAGMENTS):
-        # fragments as `config` wants them, which will not fit the checkpoint
-        return method
-    return dataclasses.replace(method, fragments=parts.fragments.kept(layout, method.fragments))
-
-
 def value_in(written: Mapping[str, Any], name: str) -> Any:
-    """A setting of a checkpoint, which an older version may have written; None if it had no meaning."""
-    return written.get(name, BEFORE.get(name))
+    """A setting of a checkpoint, which leaves out some defaults (`settings`); None if it had no meaning."""
+    return written.get(name, getattr(OuterConfig, name, None))

@@ -124,7 +124,6 @@ class OuterOptimizer:
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=asked.on_nonfinite == "restart"
         )
         about, loop = about or of_loop(accelerator, bare, optimizer), loop or PlainLoop(accelerator)
-        # meet. "auto" is compared as such: what it means in a run that is continued, its checkpoints say
         is_own_link = link is None
         link = meet(link, accelerator, bare, asked, regions, max_steps, stage=stage, about=about)
         begin_over(link)
@@ -136,7 +135,7 @@ class OuterOptimizer:
             tokens=Tokens(accelerator, asked.weights == "tokens", alike=stage is not None),
             about=about,
             loop=loop,
-            asked=asked,
+            config=asked,
             allowed=regions.allowed,
             max_steps=max_steps,
             has_stages=stage is not None,

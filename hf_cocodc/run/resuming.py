@@ -19,7 +19,7 @@ from ..link.base import Link
 from ..link.rules import Standing
 from ..link.spreading import gather, spread
 from ..link.within import main_says
-from ..resolve import continuing, value_in
+from ..resolve import value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights, manifest
@@ -184,15 +184,11 @@ def start_point(
     return StartPoint(saved, started, is_new, bases)
 
 
-def config_of(
-    link: Link, accelerator: Accelerator, asked: OuterConfig, saved: Saved | None, max_steps: int | None
-) -> OuterConfig:
-    """The run's settings; those of its checkpoint, if it has one. Warns of what they lose."""
-    config = asked if saved is None else continuing(asked, saved.facts.settings)
+def warn_of_losses(link: Link, accelerator: Accelerator, config: OuterConfig, max_steps: int | None) -> None:
+    """Warn of what the settings of a run throw away, or do in vain."""
     if accelerator.is_main_process and link.region == link.members[0]:  # all regions have these settings
         for warning in warnings_of(config, max_steps):
             logger.warning(warning)
-    return config
 
 
 def agree_on_beginning(

@@ -21,7 +21,7 @@ from ..link.ranks import SharedLink
 from ..link.records import Words
 from ..link.within import main_says
 from ..parts.tensors.memory import HOST
-from ..resolve import continuing, from_config, guard_of, method_of, settings
+from ..resolve import from_config, guard_of, settings
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved
 from .about import About
@@ -30,7 +30,7 @@ from .fresh_start import recover
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal, name_of
 from .loop import Loop
-from .resuming import StartPoint, check, config_of, in_all
+from .resuming import StartPoint, check, in_all, warn_of_losses
 from .session import RegionSession, session_of
 from .supported import home_of
 
@@ -48,7 +48,7 @@ class Training:
 
     Attributes:
         model: unwrapped.
-        asked: the settings as they were given, "auto" among them; `config` and `settings` have values instead, with defaults.
+        config: the settings as they were given, "auto" among them; `settings` has values instead, with defaults.
         allowed: names of what may differ from a checkpoint (`regions.may_differ`).
         max_steps: inner steps of the run; None if unknown.
         has_stages: whether every rank of the region holds its own pipeline stage.
@@ -63,12 +63,11 @@ class Training:
     tokens: Tokens
     about: About
     loop: Loop
-    asked: OuterConfig
+    config: OuterConfig
     allowed: Collection[str]
     max_steps: int | None
     has_stages: bool
     finished: bool = False
-    config: OuterConfig = field(init=False)
     settings: dict[str, Any] = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
@@ -82,7 +81,7 @@ class Training:
         """
         saved, link = start.saved, self.link
         self.started = start.started
-        self.config = config_of(link, self.accelerator, self.asked, saved, self.max_steps)
+        warn_of_losses(link, self.accelerator, self.config, self.max_steps)
         self.settings = settings(self.config)
         self.inner.warn_unless_fitting(str(self.settings["method"]))
         if saved is not None:
@@ -100,15 +99,8 @@ class Training:
         Raises:
             CheckpointError: it is of another run, or the model holds other weights.
         """
-        config = continuing(self.asked, saved.facts.settings)
-        self._check(saved, settings(config))
-        is_same = self.engine.layout == saved.state["layout"] and settings(config) == self.settings
-        self.config, self.settings = config, settings(config)
-        if is_same:
-            self.engine.load_state_dict(saved.state)
-        else:
-            self.engine.wait_for_transfers()
-            self.engine = engine_for(self.model, config, self.link, self.journal, saved, self._is_bounded)
+        self._check(saved, self.settings)
+        self.engine.load_state_dict(saved.state)
         self.inner.begin()
         self.journal.go_on(self._record_of(saved, self.journal.path))
         self._go_on(saved)
@@ -277,8 +269,6 @@ def engine_for(
     host has no room for what it keeps and a transfer takes.
     """
     method, home = from_config(config), home_of(model, config)
-    if saved is not None:
-        method = method_of(config, saved.facts.settings, saved.state["layout"])
 
     def build(link: Link) -> Synchronizer:
         engine = Synchronizer(

@@ -27,7 +27,6 @@ from ..link.base import Link
 from ..link.spreading import gather
 from ..link.within import main_says
 from ..parts.tensors.flat import digests
-from ..resolve import continuing
 from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.training import engine_for
@@ -298,7 +297,6 @@ class Best:
             self._load_whole(link, self._known)
         else:
             saved = read_own(link, self._known)
-            config = continuing(config, saved.facts.settings)
             self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)
 
