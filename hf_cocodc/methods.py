@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: one choice for each of the six parts.
-
-    `name` is for a user's own method, given as an object: logs, checkpoints and other regions call it so. Regions of one
-    process (`simulate`) share the object: parts keep their state in what `init` returns, and none in themselves.
-    """
+    """A method: one choice for each of the six parts. Parts keep their state in what `init` returns, and none in themselves."""
 
     fragments: Pattern
     schedule: Schedule
@@ -57,7 +53,6 @@ class Method:
     outer: OuterTransform
     merge: Merge
     closing: Callable[[Merge], Closing]
-    name: str = ""
 
     @property
     def reads_lr(self) -> bool:

@@ -16,9 +16,8 @@ from ..engine.replicas import Engine
 from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending
-from ..methods import Method
 from ..parts.tensors.memory import is_capturing
-from ..resolve import as_config, from_config
+from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
 from ..snapshot.checkpoint import Saved
 from .about import About, of_loop
@@ -60,7 +59,7 @@ class OuterOptimizer:
         model: as `accelerator.prepare` returned it.
         optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is read.
             It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are refused.
-        config: the method and its settings; or a `Method` with a name, for a method of your own.
+        config: the method and its settings.
         regions: which region this is; by default the environment says so.
         max_steps: inner steps of the run, if known; regions must agree on it. `should_stop` is True after so many, and another
             `step` is refused.
@@ -102,7 +101,7 @@ class OuterOptimizer:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Any,
-        config: OuterConfig | Method,
+        config: OuterConfig,
         regions: RegionConfig | None = None,
         *,
         max_steps: int | None = None,
@@ -114,28 +113,28 @@ class OuterOptimizer:
         stage: tuple[int, int] | None = None,
         loop: Loop | None = None,
     ) -> None:
-        asked, regions = as_config(config), regions or RegionConfig()
+        regions = regions or RegionConfig()
         max_steps = length_of(max_steps)
-        method = from_config(asked)  # a mistake in the settings comes before everything else
+        method = from_config(config)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-        refuse_unsupported(accelerator, asked, bare, has_stages=stage is not None)
+        refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
         refuse_second(bare)
         inner = InnerOptimizer(
-            optimizer, bare, reads_lr=method.reads_lr, begins_anew=asked.on_nonfinite == "restart"
+            optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
         )
         about, loop = about or of_loop(accelerator, bare, optimizer), loop or PlainLoop(accelerator)
         is_own_link = link is None
-        link = meet(link, accelerator, bare, asked, regions, max_steps, stage=stage, about=about)
+        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=about)
         begin_over(link)
         self.training = Training(
             link=link,
             accelerator=accelerator,
             model=bare,
             inner=inner,
-            tokens=Tokens(accelerator, asked.weights == "tokens", alike=stage is not None),
+            tokens=Tokens(accelerator, config.weights == "tokens", alike=stage is not None),
             about=about,
             loop=loop,
-            config=asked,
+            config=config,
             allowed=regions.allowed,
             max_steps=max_steps,
             has_stages=stage is not None,

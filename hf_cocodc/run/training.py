@@ -85,7 +85,7 @@ class Training:
         self.settings = settings(self.config)
         self.inner.warn_unless_fitting(str(self.settings["method"]))
         if saved is not None:
-            self._check(saved, self.settings, start.is_new)
+            self._check(saved, start.is_new)
         self.journal = Journal(journal, self._record_of(saved, journal), link.clock)
         self.endings = Endings(link, when_one_ends, self.max_steps)
         self.engine = engine_for(self.model, self.config, link, self.journal, saved, self._is_bounded)
@@ -99,7 +99,7 @@ class Training:
         Raises:
             CheckpointError: it is of another run, or the model holds other weights.
         """
-        self._check(saved, self.settings)
+        self._check(saved)
         self.engine.load_state_dict(saved.state)
         self.inner.begin()
         self.journal.go_on(self._record_of(saved, self.journal.path))
@@ -198,9 +198,9 @@ class Training:
 
         return spent
 
-    def _check(self, saved: Saved, settings: dict[str, Any], is_new: bool = False) -> None:
+    def _check(self, saved: Saved, is_new: bool = False) -> None:
         """Raise CheckpointError if the regions cannot go on from there."""
-        own = saved, settings, self.link, self.about, self.allowed, self.model, is_new
+        own = saved, self.settings, self.link, self.about, self.allowed, self.model, is_new
         in_all(self.link, lambda: check(*own), "whether regions can go on")
 
     def _is_bounded(self) -> bool:

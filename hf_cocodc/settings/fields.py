@@ -114,23 +114,11 @@ class Settings:
         """Every field and its value, as numbers, texts, lists and mappings: `cls(**config.to_dict())` is equal to `config`.
 
         There is no secret in it: settings name the file of a secret, never the secret.
-
-        Raises:
-            InputError: a field holds an object, such as a Method.
         """
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
-        for name, value in values.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    f"{self.SECTION}.{name} is {shown(value)}, which is no number, text, list or mapping. Put what makes it "
-                    f"into a module, and name that: {name}='my_module:my_{name}'."
-                ) from error
-        return copy.deepcopy(values)
+        return {each.name: copy.deepcopy(getattr(self, each.name)) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_json_string(self) -> str:
-        """`to_dict` as JSON. Raises InputError if a field holds an object, such as a Method."""
+        """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -17,8 +18,6 @@ from .fields import Rule, Settings, among, at_least, documented, expert, rules_o
 
 METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
 """The names of `newer.known`: importing the methods would import torch."""
-PARTS = {"fragments", "schedule", "codec", "outer", "merge", "closing"}
-"""The fields of every `Method`."""
 PATTERNS = ("whole", "strided", "sequential")
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "topk_2bit", "lowrank")
 SPARSE = ("topk", "topk_2bit")
@@ -92,8 +91,7 @@ class OuterConfig(Settings):
     SECTION = "outer"
 
     method: Any | str | None = setting(
-        f"Method: {_any_of(METHODS)}; or MODULE:NAME, a function of your own that returns a Method. In a script, it may "
-        "also be a Method.",
+        f"Method: {_any_of(METHODS)}; or MODULE:NAME, a function of your own that returns a Method.",
         default="diloco",
     )
     options: dict[str, Any] | str | None = setting(
@@ -127,7 +125,7 @@ class OuterConfig(Settings):
         "Nesterov momentum of the outer optimizer, or auto.",
         Rule(lambda share: share == AUTO or _is_in(share, 0, 1), "must lie in [0, 1), or be auto"),
     )
-    codec: str | None = setting(
+    codec: Any | str | None = setting(
         f"Format in which outer gradients travel: {_any_of(CODECS)}; or MODULE:NAME, a codec of your own, or a function that "
         "returns one.",
         Known(CODECS, or_own=True),
@@ -231,15 +229,11 @@ class OuterConfig(Settings):
     )
 
     def __post_init__(self) -> None:
+        for name in ("method", "codec"):
+            object.__setattr__(self, name, _name_of(name, getattr(self, name)))
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
-        if isinstance(self.method, str):
-            _refuse_unknown("method", self.method, Known(METHODS, or_own=True))
-        elif not _is_method(self.method):
-            raise InputError(
-                f"outer.method={shown(self.method)} must be text: {_any_of(METHODS)}; or MODULE:NAME, for one of your own. In a "
-                "script also a Method."
-            )
+        _refuse_unknown("method", str(self.method), Known(METHODS, or_own=True))
         super().__post_init__()
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
@@ -254,13 +248,17 @@ class OuterConfig(Settings):
         }
 
 
-def _is_method(given: Any) -> bool:
-    """Whether it has the parts of a Method, whose class would import torch."""
-    return (
-        dataclasses.is_dataclass(given)
-        and not isinstance(given, type)
-        and {each.name for each in dataclasses.fields(given)} >= PARTS
-    )
+def _name_of(setting: str, given: Any) -> str | None:
+    """MODULE:NAME of a function that a script gives itself; text as it is. Raises InputError for anything else."""
+    if given is None or isinstance(given, str):
+        return given
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
+    if getattr(sys.modules.get(str(module)), name, None) is not given:
+        raise InputError(
+            f"outer.{setting}={shown(given)} must be text, or in a script a function that returns a {setting}, at the top of the "
+            "script or of a module: regions compare its name, its arguments and its source."
+        )
+    return f"{module}:{name}"
 
 
 def _options(given: Any) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..errors import InputError
 from ..link.base import Link
 from ..link.records import Ending
-from ..methods import Method
-from ..resolve import as_config, from_config
+from ..resolve import from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
@@ -72,7 +71,7 @@ class CoCoDCCallback(TrainerCallback):
     with eager updates, where the others wait for a region that catches up. Any other average is each region's own.
 
     Args:
-        config: the method and its settings; or a `Method` with a name, for a method of your own.
+        config: the method and its settings.
         regions: which region this is; by default the environment says so.
         evaluate_on: "global" or "local": what `trainer.evaluate()` uses while training; the best model needs "global".
         link: reaches the other regions; by default it is made from `regions`.
@@ -89,14 +88,14 @@ class CoCoDCCallback(TrainerCallback):
 
     def __init__(
         self,
-        config: OuterConfig | Method | None = None,
+        config: OuterConfig | None = None,
         regions: RegionConfig | None = None,
         *,
         evaluate_on: str = "global",
         link: Link | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = as_config(config)
+        self.config = config or OuterConfig()
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
         self.regions = regions or RegionConfig()
         if link is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,9 @@ from hf_cocodc.methods import Method, diloco
 from hf_cocodc.run.elastic import Elastic
 from tests.toys import Blocks
 
-OWN = dataclasses.replace(diloco(sync_interval=4), name="mine")
+
+def own() -> Method:
+    return diloco(sync_interval=4)
 
 
 def own_or_never(*, sync_interval: int | None = None) -> Method:
@@ -25,8 +26,8 @@ def own_or_never(*, sync_interval: int | None = None) -> Method:
 
 CASES = [
     (OuterConfig(sync_interval=4), 4.0),
-    (OWN, 4.5),
-    (OuterConfig(method=f"{__name__}:own_or_never"), 4.5),
+    (OuterConfig(method=own), 4.5),
+    (OuterConfig(method=own_or_never), 4.5),
 ]
 
 
