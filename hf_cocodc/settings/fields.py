@@ -20,23 +20,23 @@ _EXPERT = "Expert: "
 """How the help of an expert setting begins."""
 
 
-class Rule(NamedTuple):
+class Limit(NamedTuple):
     """What a value may be by itself, also in words that a message says after it. None is always allowed."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def at_least(least: int) -> Rule:
-    return Rule(lambda value: value >= least, f"must be at least {least}")
+def at_least(least: int) -> Limit:
+    return Limit(lambda value: value >= least, f"must be at least {least}")
 
 
-def within(least: int, most: int) -> Rule:
-    return Rule(lambda value: least <= value <= most, f"must lie in {least} .. {most}")
+def within(least: int, most: int) -> Limit:
+    return Limit(lambda value: least <= value <= most, f"must lie in {least} .. {most}")
 
 
-def among(*names: str) -> Rule:
-    return Rule(lambda value: value in names, f"must be one of {', '.join(names)}")
+def among(*names: str) -> Limit:
+    return Limit(lambda value: value in names, f"must be one of {', '.join(names)}")
 
 
 class _Help(str):
@@ -46,7 +46,7 @@ class _Help(str):
 
 
 def setting(text: str, *rules: Any, default: Any = None) -> Any:
-    """A field of a settings class, with a help text and rules: a `Rule`, and others that its class knows."""
+    """A field of a settings class, with a help text and rules: a `Limit`, and others that its class knows."""
     help_text = _Help(text)
     help_text.rules = rules
     return dataclasses.field(default=default, metadata={"help": help_text})
@@ -105,7 +105,7 @@ class Settings:
         cls: Any = type(self)
         for name, hint in _hints(cls).items():
             _take_number(self, name, get_args(hint))
-        for name, rule in rules_of(cls, Rule).items():
+        for name, rule in rules_of(cls, Limit).items():
             value = getattr(self, name)
             if value is not None and not rule.holds(value):
                 raise InputError(f"{self.SECTION}.{name}={shown(value)} {rule.words}.")

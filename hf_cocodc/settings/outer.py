@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 from ..errors import InputError, nearest, shown
-from .fields import Rule, Settings, among, at_least, documented, expert, rules_of, setting, within
+from .fields import Limit, Settings, among, at_least, documented, expert, rules_of, setting, within
 
-METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
-"""The names of `newer.known`: importing the methods would import torch."""
 PATTERNS = ("whole", "strided", "sequential")
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "topk_2bit", "lowrank")
 SPARSE = ("topk", "topk_2bit")
@@ -50,6 +48,8 @@ AUTO_VALUES: dict[str, dict[str, float]] = {
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
 """By method: what `auto` means (`hf_cocodc/auto.py` says where it comes from)."""
+METHODS = tuple(AUTO_VALUES)
+"""The names of `newer.known`."""
 
 GUARD: dict[str, float] = {"clip": 3.0, "drop": 6.0, "history": 16}
 """The default of `outer.guard`."""
@@ -57,14 +57,14 @@ _HISTORY = 8, 4096
 """The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
 
 
-class Known(NamedTuple):
+class Names(NamedTuple):
     """The names that a setting of this package's methods may have; `or_own`: or MODULE:NAME, of a user's own."""
 
     names: Sequence[str]
     or_own: bool = False
 
 
-class Needs(NamedTuple):
+class OnlyWith(NamedTuple):
     """A setting that has an effect only if another one has one of these values."""
 
     other: str
@@ -80,7 +80,7 @@ def _is_in(value: Any, least: float, below: float = math.inf) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < below
 
 
-_SHARE = Rule(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
+_SHARE = Limit(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
 
 
 @documented
@@ -102,43 +102,43 @@ class OuterConfig(Settings):
         "P: number of parts of the model that are sent separately.", at_least(1)
     )
     fragment_pattern: str | None = setting(
-        f"Which blocks form a fragment: {_any_of(PATTERNS)}.", Known(PATTERNS)
+        f"Which blocks form a fragment: {_any_of(PATTERNS)}.", Names(PATTERNS)
     )
     overlap_steps: int | str | None = setting(
         "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only).",
-        Rule(
+        Limit(
             lambda steps: steps == AUTO or (isinstance(steps, int) and steps >= 0),
             "must be a whole number from 0, or auto",
         ),
     )
-    merge: str | None = setting(f"How a landing updates the local params: {_any_of(MERGES)}.", Known(MERGES))
+    merge: str | None = setting(f"How a landing updates the local params: {_any_of(MERGES)}.", Names(MERGES))
     mixing_alpha: float | None = setting(
         "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local.",
         _SHARE,
-        Needs("merge", ["mix"]),
+        OnlyWith("merge", ["mix"]),
     )
     outer_lr: float | str | None = setting(
         "Learning rate of the outer optimizer; auto, with outer_momentum: auto, means values that our studies found.",
-        Rule(lambda rate: rate == AUTO or (rate != 0 and _is_in(rate, 0)), "must be positive, or auto"),
+        Limit(lambda rate: rate == AUTO or (rate != 0 and _is_in(rate, 0)), "must be positive, or auto"),
     )
     outer_momentum: float | str | None = setting(
         "Nesterov momentum of the outer optimizer, or auto.",
-        Rule(lambda share: share == AUTO or _is_in(share, 0, 1), "must lie in [0, 1), or be auto"),
+        Limit(lambda share: share == AUTO or _is_in(share, 0, 1), "must lie in [0, 1), or be auto"),
     )
     codec: Any | str | None = setting(
         f"Format in which outer gradients travel: {_any_of(CODECS)}; or MODULE:NAME, a codec of your own, or a function that "
         "returns one.",
-        Known(CODECS, or_own=True),
+        Names(CODECS, or_own=True),
     )
     error_feedback: bool | None = setting(
         "Add the values that the codec loses in one transfer to the next one."
     )
-    rank: int | None = setting("Rank r_1 of the low-rank codec.", at_least(1), Needs("codec", ["lowrank"]))
+    rank: int | None = setting("Rank r_1 of the low-rank codec.", at_least(1), OnlyWith("codec", ["lowrank"]))
     mean: str | None = setting(
         "Mean of the outer gradients: average, or radial. Radial is the mean of their norms times the mean of their directions, "
         "for each parameter in a block: updates do not get shorter with more regions. It costs one more round trip, and is "
         "refused with eager, lowrank, top-k and FSDP2.",
-        Known(MEANS),
+        Names(MEANS),
     )
     weights: str = setting(
         "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send, divided by the steps "
@@ -156,22 +156,22 @@ class OuterConfig(Settings):
     )
     split_rows: bool | None = expert(
         "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes.",
-        Needs("fragment_pattern", ["strided", "sequential"]),
+        OnlyWith("fragment_pattern", ["strided", "sequential"]),
     )
     feedback_decay: float | None = expert(
         "SparseLoCo's beta: share of the lost values that error feedback sends again.",
         _SHARE,
-        Needs("error_feedback", [True]),
+        OnlyWith("error_feedback", [True]),
     )
     top_k: int | None = expert(
         "SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.",
         within(1, 4096),
-        Needs("codec", SPARSE),
+        OnlyWith("codec", SPARSE),
     )
     staleness_penalty: float | str | None = expert(
         "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
         "were half), none, or a constant of at least 1.",
-        Rule(
+        Limit(
             lambda value: value in ("gap", "none") or _is_in(value, 1),
             "must be gap, none, or a number of at least 1",
         ),
@@ -179,7 +179,7 @@ class OuterConfig(Settings):
     clip_momentum: float | str | None = expert(
         "CO2's bound phi on each element of the outer momentum, in units of one round's steps: 1 means sync_interval inner "
         "learning rates. none: no bound.",
-        Rule(
+        Limit(
             lambda rounds: rounds == "none" or (rounds != 0 and _is_in(rounds, 0)),
             "must be none, or a positive number of rounds: 1 lets the momentum move a weight by at most sync_interval inner "
             "learning rates",
@@ -187,18 +187,18 @@ class OuterConfig(Settings):
     )
     compensation: str | None = expert(
         f"CoCoDC's compensation: {_any_of(COMPENSATIONS)}.",
-        Known(COMPENSATIONS),
-        Needs("merge", ["compensate"]),
+        Names(COMPENSATIONS),
+        OnlyWith("merge", ["compensate"]),
     )
     compensation_strength: float | None = expert(
         "CoCoDC's lambda (lambda_0 with compensation=adaptive).",
-        Rule(lambda strength: strength >= 0, "must not be negative"),
-        Needs("merge", ["compensate"]),
+        Limit(lambda strength: strength >= 0, "must not be negative"),
+        OnlyWith("merge", ["compensate"]),
     )
     utilization: float | None = expert(
         "CoCoDC's gamma: share of the link's time to use.",
-        Rule(lambda share: 0 < share <= 1, "must lie in (0, 1]"),
-        Needs("sends_per_interval", [None]),
+        Limit(lambda share: 0 < share <= 1, "must lie in (0, 1]"),
+        OnlyWith("sends_per_interval", [None]),
     )
     sends_per_interval: int | None = expert(
         "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows.",
@@ -233,7 +233,7 @@ class OuterConfig(Settings):
             object.__setattr__(self, name, _name_of(name, getattr(self, name)))
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
-        _refuse_unknown("method", str(self.method), Known(METHODS, or_own=True))
+        _refuse_unknown("method", str(self.method), Names(METHODS, or_own=True))
         super().__post_init__()
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
@@ -344,7 +344,7 @@ def is_own(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and ":" in name
 
 
-def _refuse_unknown(setting: str, name: str, known: Known) -> None:
+def _refuse_unknown(setting: str, name: str, known: Names) -> None:
     if name not in known.names and not (known.or_own and is_own(name)):
         more = " Or MODULE:NAME, for one of your own." if known.or_own else ""
         raise InputError(f"outer.{setting}={shown(name)} is not known.{nearest(name, known.names)}{more}")
@@ -428,15 +428,15 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
 """(whether it holds, message): what must not hold of the settings of a method."""
 
 
-def idle(settings: Mapping[str, Any]) -> dict[str, Needs]:
+def idle(settings: Mapping[str, Any]) -> dict[str, OnlyWith]:
     """The settings without effect, and what would give them one.
 
     >>> idle({"rank": 64, "codec": "fp32"})
-    {'rank': Needs(other='codec', values=['lowrank'])}
+    {'rank': OnlyWith(other='codec', values=['lowrank'])}
     """
     return {
         name: needs
-        for name, needs in rules_of(OuterConfig, Needs).items()
+        for name, needs in rules_of(OuterConfig, OnlyWith).items()
         if name in settings and settings.get(needs.other, needs.values[0]) not in needs.values
     }
 
@@ -454,7 +454,7 @@ def check_settings(settings: Mapping[str, Any], given: Sequence[str] = ()) -> No
                 f"outer.{name}={shown(settings[name])} has an effect only with outer.{other}={values}, "
                 f"but outer.{other} is {settings[other]}. Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
-    for name, known in rules_of(OuterConfig, Known).items():
+    for name, known in rules_of(OuterConfig, Names).items():
         if isinstance(settings.get(name), str):
             _refuse_unknown(name, settings[name], known)
     whole = {**_WITHOUT, **settings}

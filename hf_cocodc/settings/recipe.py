@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError, nearest, shown
 from . import OuterConfig, RegionConfig
-from .fields import Rule, Settings, at_least, setting
+from .fields import Limit, Settings, at_least, setting
 from .reading import build, override_key, read_recipe
 
 
@@ -78,7 +78,7 @@ class DataSection(Settings):
     streaming: bool = setting("Read the data set during training, without a copy on the disk.", default=False)
     block_size: int = setting(
         "Tokens in a sequence: text is packed into blocks of this length.",
-        Rule(lambda length: length >= 2, "must be at least 2 tokens"),
+        Limit(lambda length: length >= 2, "must be at least 2 tokens"),
         default=1024,
     )
     eval_blocks: int | None = setting(

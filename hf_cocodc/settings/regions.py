@@ -19,14 +19,14 @@ from .environment import (
     from_env,
     warn_alone,
 )
-from .fields import Rule, Settings, among, check_host, documented, setting, within
+from .fields import Limit, Settings, among, check_host, documented, setting, within
 
 WAIT_S = 3600.0
 MOST_REGIONS = 1024
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
 _SECONDS = "must be positive, and at most 1e6 (11 days)"
-_TIME = Rule(lambda seconds: 0 < seconds <= 1e6, _SECONDS)
+_TIME = Limit(lambda seconds: 0 < seconds <= 1e6, _SECONDS)
 _COUNT = within(1, MOST_REGIONS)
 
 
@@ -39,7 +39,7 @@ class RegionConfig(Settings):
 
     region: int | None = setting(
         f"Number of this region, from 0 (environment {ENV_REGION}).",
-        Rule(lambda number: number >= 0, "must not be negative"),
+        Limit(lambda number: number >= 0, "must not be negative"),
     )
     count: int | None = setting(
         f"M: number of regions with which the run starts (environment {ENV_REGIONS}).", _COUNT
@@ -50,7 +50,7 @@ class RegionConfig(Settings):
     run: str | None = setting(
         f"Name of the run, equal in all its regions. Runs with different names can share a coordinator (environment {ENV_RUN}). "
         "By default the name of the output folder, or of the script if there is no output folder.",
-        Rule(lambda name: 0 < len(name) <= 100, "must have 1 .. 100 characters"),
+        Limit(lambda name: 0 < len(name) <= 100, "must have 1 .. 100 characters"),
     )
     secret_file: str | None = setting(
         "File with the secret that the run's regions and their coordinator share (hf-cocodc secret new FILE); or the secret "
@@ -72,7 +72,7 @@ class RegionConfig(Settings):
     )
     connections: int | str | None = setting(
         "TCP connections to each other region; auto chooses the number by the round-trip time.",
-        Rule(
+        Limit(
             lambda number: number == "auto" or (isinstance(number, int) and 1 <= number <= 64),
             "must lie in 1 .. 64, or be auto",
         ),
@@ -81,13 +81,13 @@ class RegionConfig(Settings):
     rate_limit: float | None = setting(
         "Highest rate in Mbit/s at which this region sends, divided equally among the other regions: nine tenths of the link's "
         "rate, or less to leave room on a shared link. By default there is no limit, and packets may be lost before the link.",
-        Rule(lambda rate: rate > 0, "must be positive"),
+        Limit(lambda rate: rate > 0, "must be positive"),
     )
     congestion: str = setting(
         "TCP congestion control of the connections that carry transfers. auto: bbr over long distances, if the kernel lets this "
         "process use it; bbr keeps a link full even if it loses packets, and takes more than its share from other traffic. "
         "system: the machine's own. Or the name of one.",
-        Rule(lambda name: 0 < len(name) < 16, "must be auto, system, or a name like bbr"),
+        Limit(lambda name: 0 < len(name) < 16, "must be auto, system, or a name like bbr"),
         default="auto",
     )
     start_timeout_s: float = setting(
@@ -106,7 +106,7 @@ class RegionConfig(Settings):
     may_differ: list[str] | str | None = setting(
         "Names of training and data settings that may differ between regions, and change at a resume: a list, or separated "
         "by commas. For example learning_rate,batch.",
-        Rule(lambda names: all(isinstance(name, str) for name in names), "must be names"),
+        Limit(lambda names: all(isinstance(name, str) for name in names), "must be names"),
     )
     when_one_ends: str = setting(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
@@ -137,7 +137,7 @@ class RegionConfig(Settings):
     grace_s: float | str | None = setting(
         "Seconds that the others wait for a straggler before they go on without it until it has caught up; auto: as long as the "
         "overlap hides the delay. By default they wait as long as it is alive. Needs on_loss=continue.",
-        Rule(
+        Limit(
             lambda seconds: seconds == "auto" or (not isinstance(seconds, str) and 0 < seconds <= 1e6),
             f"{_SECONDS}, or be auto",
         ),

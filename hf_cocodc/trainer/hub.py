@@ -49,7 +49,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,
         **({"H (sync_interval)": f"{interval} inner steps"} if interval else {}),
-        "codec": settings.get("codec"),
+        **({"codec": settings["codec"]} if "codec" in settings else {}),
         "inner steps in each region": steps,
         "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
         "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",

@@ -19,7 +19,7 @@ from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.fields import is_expert, meaning, rules_of
-from hf_cocodc.settings.outer import CODECS, METHODS, Known
+from hf_cocodc.settings.outer import CODECS, METHODS, Names
 from hf_cocodc.settings.reference import in_markdown, listing
 
 EXPERT = {
@@ -37,7 +37,7 @@ def test_the_names_of_methods_are_those_of_the_methods() -> None:
 @pytest.mark.parametrize("method", ["streaming", "cocodc", "sparseloco"])
 def test_each_name_of_a_part_makes_one(method: str) -> None:
     """What the settings know without torch, the parts have; and no setting has names that a part does not know."""
-    names = {name: rule.names for name, rule in rules_of(OuterConfig, Known).items()}
+    names = {name: rule.names for name, rule in rules_of(OuterConfig, Names).items()}
     assert names["codec"] == CODECS and set(names) == {
         *("fragment_pattern", "merge", "codec", "mean", "compensation"),
     }

@@ -10,7 +10,7 @@ from ...newer import known
 from ...resolve import from_config
 from ...resolve import settings as _settings
 from ...settings import OF_EVERY_METHOD, OuterConfig
-from ...settings.outer import CODECS, alpha_of
+from ...settings.outer import CODECS, alpha_of, idle
 from .forecast import Forecast, Subject
 
 LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
@@ -60,8 +60,9 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
 
 def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
     feedback = codec in LOSSY if "error_feedback" in settings(config) else None
-    rank = config.rank if codec == "lowrank" else None
-    return dataclasses.replace(config, codec=codec, error_feedback=feedback, rank=rank)
+    changed = dataclasses.replace(config, codec=codec, error_feedback=feedback)
+    without: dict[str, Any] = dict.fromkeys(idle(changed.given()))
+    return dataclasses.replace(changed, **without)
 
 
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
