@@ -28,7 +28,6 @@ class _Composer(NamedTuple):
     name: str
     takes: dict[str, Any]
     compose: Callable[..., Method]
-    is_own: bool = False
 
 
 def _composer(config: OuterConfig) -> _Composer:
@@ -38,9 +37,9 @@ def _composer(config: OuterConfig) -> _Composer:
         return _Composer(name, {each: parameter.default for each, parameter in parameters}, ours[name])
     where, thing = f"outer.method={shown(name)}", parts.own.found("outer.method", name)
     if isinstance(thing, Method):
-        return _Composer(name, {}, lambda: thing, is_own=True)
+        return _Composer(name, {}, lambda: thing)
     takes = parts.own.takes(where, thing)
-    return _Composer(name, takes, lambda **given: parts.own.made(where, thing, given), is_own=True)
+    return _Composer(name, takes, lambda **given: parts.own.made(where, thing, given))
 
 
 def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,9 +107,10 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"outer.{name}={shown(value)} has no meaning for method={composer.name}. {uses} "
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
-    if not composer.is_own:
+    if not is_own(composer.name):
         check_settings({**takes, **given}, list(given))
-    for name in FOLLOWING if composer.is_own else ():
+        return
+    for name in FOLLOWING:
         if given.get(name, takes.get(name)) == AUTO:
             raise InputError(
                 f"outer.{name}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
@@ -139,7 +139,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
         for name in own:
             hashes = parts.own.sources(f"outer.{name}", getattr(config, name))
             chosen |= {f"{SOURCE}{module}": each for module, each in hashes.items()}
-    if composer.is_own:
+    if is_own(config.method):
         return chosen
     if chosen.get("mean") == "average":
         del chosen["mean"]

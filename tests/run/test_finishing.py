@@ -42,7 +42,7 @@ class Region(OuterOptimizer):
             tokens=nothing,
             about=About(),
             loop=loop,
-            asked=OuterConfig(),
+            config=OuterConfig(),
             allowed=(),
             max_steps=8,
             has_stages=False,
