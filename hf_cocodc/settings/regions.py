@@ -233,7 +233,7 @@ class RegionConfig(Settings):
     def compared(self) -> dict[str, Any]:
         """The settings that must be equal in all regions, once they are `resolved`."""
         names = ["connections", "timeout_s", "when_one_ends"]
-        names += ["on_loss", "min", "max", "wait_s", "grace_s"] if self.elastic else []
+        names += ["on_loss", *OF_ELASTIC_RUNS] if self.elastic else []
         return {name: getattr(self, name) for name in names}
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
