@@ -7,7 +7,7 @@ adapters. Papers train for hundreds or thousands of rounds: their momentum of 0.
 
 from collections.abc import Mapping
 
-from .resolve import lost_steps, settings
+from .resolve import from_config, lost_steps, settings
 from .settings import OuterConfig
 from .settings.outer import AUTO_VALUES, FOLLOWING
 
@@ -16,8 +16,6 @@ MEASURED = 240
 
 _MEMORIES = 24
 """A momentum may be too much in runs of at most so many times the rounds that it remembers, 1 / (1 - momentum)."""
-_DELAYED = ("eager", "co2", "dilocox")
-"""A delay of one round is worse with momentum: these warn in runs of any length."""
 _FEWEST = 2
 """We warn of runs with fewer rounds."""
 _TOO_FAR = 1.5
@@ -43,7 +41,9 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
     better = AUTO_VALUES[method]
-    is_short = rounds >= 0 and (method in _DELAYED or rounds <= min(round(_MEMORIES * memory), MEASURED))
+    # a delay of one round is worse with momentum, in runs of any length
+    is_late = from_config(config).schedule.back_to_back
+    is_short = rounds >= 0 and (is_late or rounds <= min(round(_MEMORIES * memory), MEASURED))
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())

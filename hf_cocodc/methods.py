@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import parts
-from .parts import demands, schedules
+from .parts import schedules
+from .settings.outer import alpha_of, check_settings
 
 if TYPE_CHECKING:
     from .parts.closings import Closing
@@ -44,11 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: one choice for each of the six parts.
-
-    `name` is for a user's own method, given as an object: logs, checkpoints and other regions call it so. Regions of one
-    process (`simulate`) share the object: parts keep their state in what `init` returns, and none in themselves.
-    """
+    """A method: one choice for each of the six parts. Parts keep their state in what `init` returns, and none in themselves."""
 
     fragments: Pattern
     schedule: Schedule
@@ -56,7 +53,6 @@ class Method:
     outer: OuterTransform
     merge: Merge
     closing: Callable[[Merge], Closing]
-    name: str = ""
 
     @property
     def reads_lr(self) -> bool:
@@ -89,7 +85,7 @@ def diloco(
     round; with overlap_steps > 0 training goes on during a transfer, which needs a merge that keeps the inner steps made
     meanwhile.
     """
-    demands.check(locals())
+    check_settings(locals())
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, overlap_steps),
@@ -131,7 +127,7 @@ def streaming(
     form a fragment of their own. Blocks of different sizes (dense and MoE layers) are spread evenly over the fragments. In
     the 4-bit format 64 values share one scale; the paper gives no number.
     """
-    demands.check(locals())
+    check_settings(locals())
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.staggered(sync_interval, overlap_steps),
@@ -139,7 +135,7 @@ def streaming(
         outer=parts.outer.chain(
             nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
         ),
-        merge=parts.choose.merge(merge, demands.mixing_alpha(mixing_alpha, overlap_steps)),
+        merge=parts.choose.merge(merge, alpha_of(mixing_alpha, overlap_steps)),
         closing=parts.closings.one_more_round,
     )
 
@@ -170,7 +166,7 @@ def eager(
     Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count as
     zero.
     """
-    demands.check(locals())
+    check_settings(locals())
     schedule = schedules.every if num_fragments == 1 else schedules.staggered
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
@@ -221,7 +217,7 @@ def co2(
     gamma_t is the learning rate of round t-1, whose outer gradient lands: the rate travels with the transfer, and is thus
     equal in all regions. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
-    demands.check(locals())
+    check_settings(locals())
     penalty = {} if staleness_penalty == "none" else {"penalty": parts.choose.penalty(staleness_penalty)}
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
@@ -268,7 +264,7 @@ def dilocox(
     rounds; each pipeline stage has its own. The outer learning rate and momentum are DiLoCo's; we have seen none in the
     paper. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
-    demands.check(locals())
+    check_settings(locals())
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.rounds(sync_interval),
@@ -321,7 +317,7 @@ def cocodc(
     Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form). By default
     split_rows makes fragments even, because T_s is the time of any fragment. mixing_alpha has an effect only with merge=mix.
     """
-    demands.check(locals())
+    check_settings(locals())
     return Method(
         fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.adaptive(
@@ -335,7 +331,7 @@ def cocodc(
             nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
         ),
         merge=parts.choose.merge(
-            merge, demands.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
+            merge, alpha_of(mixing_alpha, overlap_steps), compensation, compensation_strength
         ),
         closing=parts.closings.one_more_round,
     )

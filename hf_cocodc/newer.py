@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import parts
 from .methods import METHODS, Method, diloco
-from .parts import demands
+from .settings.outer import check_settings
 
 if TYPE_CHECKING:
     from .parts.codecs.base import Codec
@@ -47,7 +47,7 @@ def sparseloco(
     (`codecs.topk_2bit`). sync_interval and outer_lr are among those that the authors' code uses. num_fragments and overlap_steps
     go beyond the paper, as with DiLoCo.
     """
-    demands.check(locals())
+    check_settings(locals())
     base = diloco(
         sync_interval=sync_interval,
         num_fragments=num_fragments,

@@ -5,33 +5,21 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import parts
 from .errors import InputError, short, shown
 from .methods import Method
 from .newer import known
-from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, PARTS
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, alpha_of, check_settings, idle, is_own
 
 logger = logging.getLogger(__name__)
 
-PART = "part."
-"""How the descriptions of parts begin, among the settings."""
-
-OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows", "part.fragments")
-"""Settings that say what travels together."""
-BEFORE = {
-    "split_rows": False,
-    "weights": "equal",
-    "mean": "average",
-    "on_nonfinite": "restart",
-    "nonfinite_rounds": 3,
-}
-"""What versions without these settings did, and for `weights` and `mean`, checkpoints that do not mention them."""
+SOURCE = "source."
+"""How the names of modules of a user's own begin, among the settings."""
 
 
 class _Composer(NamedTuple):
@@ -40,70 +28,44 @@ class _Composer(NamedTuple):
     name: str
     takes: dict[str, Any]
     compose: Callable[..., Method]
-    is_own: bool = False
-
-
-def as_config(given: OuterConfig | Method | None) -> OuterConfig:
-    """The settings of a run; a method that has settings of its own may stand for them."""
-    return OuterConfig(method=given) if isinstance(given, Method) else given or OuterConfig()
 
 
 def _composer(config: OuterConfig) -> _Composer:
-    chosen: Any = config.method
-    ours = known()
-    if isinstance(chosen, str) and chosen in ours:
-        parameters = inspect.signature(ours[chosen]).parameters.items()
-        return _Composer(chosen, {name: each.default for name, each in parameters}, ours[chosen])
-    if isinstance(chosen, Method):
-        faults = {
-            "no name": not chosen.name,
-            "a name of ours": chosen.name in ours,
-            "the form MODULE:NAME": demands.is_own(chosen.name),
-        }
-        for fault in (words for words, holds in faults.items() if holds):
-            raise InputError(
-                f"the Method that is given has {fault}: {chosen.name!r}. Other regions and checkpoints call it by its name: "
-                "dataclasses.replace(method, name='my-method')."
-            )
-        return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
-    if not demands.is_own(chosen):
-        raise InputError(
-            f"outer.method={shown(chosen)} must be text or a Method. Known: {', '.join(ours)}; or MODULE:NAME, of your own."
-        )
-    where, thing = f"outer.method={shown(chosen)}", parts.own.found("outer.method", chosen)
+    name, ours = str(config.method), known()
+    if name in ours:
+        parameters = inspect.signature(ours[name]).parameters.items()
+        return _Composer(name, {each: parameter.default for each, parameter in parameters}, ours[name])
+    where, thing = f"outer.method={shown(name)}", parts.own.found("outer.method", name)
     if isinstance(thing, Method):
-        return _Composer(chosen, {}, lambda: thing, is_own=True)
-    return _Composer(
-        chosen,
-        parts.own.takes(where, thing),
-        lambda **given: parts.own.made(where, thing, given),
-        is_own=True,
-    )
+        return _Composer(name, {}, lambda: thing)
+    takes = parts.own.takes(where, thing)
+    return _Composer(name, takes, lambda **given: parts.own.made(where, thing, given))
 
 
 def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options for a method that takes settings, and those for its codec: what the method does not take."""
+    """The options for a method that takes settings, and those for its codec, with defaults: what the method does not take."""
     options: dict[str, Any] = config.options or {}  # type: ignore[assignment]
     mine = {name: value for name, value in options.items() if name in takes}
     others = {name: value for name, value in options.items() if name not in takes}
-    known = parts.own.options_of_codec(config.codec) if others and demands.is_own(config.codec) else {}
+    of_codec = parts.own.options_of_codec(config.codec) if is_own(config.codec) else {}
     for name, value in others.items():
-        if name not in known:
-            taken = ", ".join([*takes, *known]) or "nothing"
+        if name not in of_codec:
+            taken = ", ".join([*takes, *of_codec]) or "nothing"
             raise InputError(
-                f"outer.options: {name}={shown(value)} has no meaning for method={getattr(config.method, 'name', config.method)} "
-                f"and codec={config.codec or 'its default'}, which take {taken}. Only those of your own have options."
+                f"outer.options: {name}={shown(value)} has no meaning for method={config.method} and codec="
+                f"{config.codec or 'its default'}, which take {taken}. Only those of your own have options."
             )
-    return mine, others
+    given = {name: value for name, value in of_codec.items() if value is not inspect.Parameter.empty}
+    return mine, given | others
 
 
 def check(config: OuterConfig) -> None:
     """Check the settings as `from_config` does, but without importing torch, and thus no methods and codecs of a user's own."""
-    if isinstance(config.method, Method) or demands.is_own(config.method):
+    if is_own(config.method):
         return
     composer = _composer(config)
     _check(composer, config.given())
-    if not demands.is_own(config.codec):
+    if not is_own(config.codec):
         _options(config, composer.takes)
 
 
@@ -116,14 +78,14 @@ def from_config(config: OuterConfig) -> Method:
     _check(composer, given)
     mine, for_codec = _options(config, composer.takes)
     given = _numbers(composer, given)
-    if demands.is_own(given.get("codec")):
+    if is_own(given.get("codec")):
         given["codec"] = parts.own.codec(given["codec"], for_codec)
     method = composer.compose(**given, **mine)
     if not isinstance(method, Method):
         raise InputError(
             f"outer.method={composer.name} returns {short(repr(method))}, and no Method (see hf_cocodc/methods.py)."
         )
-    return dataclasses.replace(method, name=composer.name) if composer.is_own else method
+    return method
 
 
 def _numbers(composer: _Composer, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,9 +107,10 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"outer.{name}={shown(value)} has no meaning for method={composer.name}. {uses} "
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
-    if not composer.is_own:
-        demands.check({**takes, **given}, list(given))
-    for name in FOLLOWING if composer.is_own else ():
+    if not is_own(composer.name):
+        check_settings({**takes, **given}, list(given))
+        return
+    for name in FOLLOWING:
         if given.get(name, takes.get(name)) == AUTO:
             raise InputError(
                 f"outer.{name}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
@@ -157,45 +120,33 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
 def settings(config: OuterConfig) -> dict[str, object]:
     """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
 
-    Of a user's own method or codec also its parts, in words (`part.schedule`), and its source (`part.method.source`).
+    Of a user's own method or codec also the options, by their names in a recipe, and hashes of the source (`source.MODULE`).
     """
     composer = _composer(config)
     chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **_numbers(composer, config.given())}
     chosen["digest_interval"] = config.digest_interval
     for name in ("weights", "on_nonfinite", "nonfinite_rounds"):
-        if getattr(config, name) != BEFORE[name]:
+        if getattr(config, name) != getattr(OuterConfig, name):
             chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         chosen["guard"] = config.guard
-    has_own_codec = not isinstance(config.codec, str | None) or demands.is_own(config.codec)
-    if composer.is_own or has_own_codec:
-        chosen = _of_own(config, composer, chosen)
-    if composer.is_own:
+    own = [name for name in ("method", "codec") if is_own(getattr(config, name))]
+    if own:
+        from_config(config)  # raises what is missing
+        mine, for_codec = _options(config, composer.takes)
+        named = {_in_recipe(name): value for name, value in {**for_codec, **chosen, **mine}.items()}
+        chosen = json.loads(json.dumps(named))  # as other regions see them
+        for name in own:
+            hashes = parts.own.sources(f"outer.{name}", getattr(config, name))
+            chosen |= {f"{SOURCE}{module}": each for module, each in hashes.items()}
+    if is_own(config.method):
         return chosen
-    if chosen.get("mean") == BEFORE["mean"]:
+    if chosen.get("mean") == "average":
         del chosen["mean"]
     if "mixing_alpha" in chosen:
-        chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
-    idle = demands.idle(chosen)
-    return {name: value for name, value in chosen.items() if name not in idle}
-
-
-def _of_own(config: OuterConfig, composer: _Composer, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """`chosen` as it comes back from JSON, with options by their names in a recipe, and a user's own parts in words."""
-    method = from_config(config)
-    mine, for_codec = _options(config, composer.takes)
-    known = parts.own.options_of_codec(config.codec) if demands.is_own(config.codec) else {}
-    named = {**known, **for_codec, **chosen, **mine}
-    if not isinstance(config.codec, str | None):  # its words stand for it
-        del named["codec"]
-    told: dict[str, Any] = json.loads(json.dumps({_in_recipe(name): each for name, each in named.items()}))
-    slots = sorted(PARTS) if composer.is_own else ["codec"]
-    told |= {f"{PART}{name}": parts.own.described(getattr(method, name)) for name in slots}
-    for name in ("method", "codec"):
-        if demands.is_own(given := getattr(config, name)):
-            thing, module = parts.own.found(f"outer.{name}", given), given.partition(":")[0]
-            told[f"{PART}{name}.source"] = parts.own.described(thing, module)
-    return told
+        chosen["mixing_alpha"] = alpha_of(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
+    without_effect = idle(chosen)
+    return {name: value for name, value in chosen.items() if name not in without_effect}
 
 
 def lost_steps(config: OuterConfig) -> str | None:
@@ -231,7 +182,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
     """
-    function = parts.own.found("outer.method", method) if demands.is_own(method) else known().get(method)
+    function = parts.own.found("outer.method", method) if is_own(method) else known().get(method)
     lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
     number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
     return None if number is None else (lines[0].partition(":")[0], number[0])
@@ -243,30 +194,6 @@ def guard_of(config: OuterConfig) -> Guard | None:
     return Guard(**given) if isinstance(given, dict) else None  # type: ignore[arg-type]
 
 
-def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
-    """`config` for a run that continues from a checkpoint with the settings `written`.
-
-    Fragments keep their layout: `split_rows`, if not given, has the value of the checkpoint.
-    """
-    default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
-    if config.split_rows is not None or default in (None, theirs):
-        return config
-    logger.info(
-        "outer.split_rows is %s by default, but fragments stay as in the checkpoint, which has split_rows=%s.",
-        *(default, theirs),
-    )
-    return dataclasses.replace(config, split_rows=theirs)
-
-
-def method_of(config: OuterConfig, written: Mapping[str, Any], layout: Sequence[Any]) -> Method:
-    """The method for a run that continues from a checkpoint with the settings `written`, and keeps its fragments."""
-    method, ours = from_config(config), settings(config)
-    if any(value_in(written, name) != value_in(ours, name) for name in OF_FRAGMENTS):
-        # fragments as `config` wants them, which will not fit the checkpoint
-        return method
-    return dataclasses.replace(method, fragments=parts.fragments.kept(layout, method.fragments))
-
-
 def value_in(written: Mapping[str, Any], name: str) -> Any:
-    """A setting of a checkpoint, which an older version may have written; None if it had no meaning."""
-    return written.get(name, BEFORE.get(name))
+    """A setting of a checkpoint, which leaves out some defaults (`settings`); None if it had no meaning."""
+    return written.get(name, getattr(OuterConfig, name, None))

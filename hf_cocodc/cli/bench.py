@@ -6,8 +6,8 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..parts.demands import CODECS
 from ..settings import RegionConfig
+from ..settings.outer import CODECS
 from .checks import (
     RATE,
     STDOUT,

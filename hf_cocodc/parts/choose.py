@@ -1,11 +1,9 @@
 """From settings to parts: each function returns the part that settings of a recipe name.
 
-`demands.check` has checked the settings before, also against each other.
+The names and numbers have been checked (`settings/outer.py`), also against each other.
 """
 
-from collections.abc import Callable
-
-from . import codecs, demands, fragments, merges, outer
+from . import codecs, fragments, merges, outer
 from .codecs.base import Codec
 from .fragments import Pattern
 from .merges import Merge
@@ -14,16 +12,9 @@ from .outer import OuterTransform
 
 def pattern(name: str, num_fragments: int, split_rows: bool) -> Pattern:
     """The fragment pattern called `name`; `split_rows` counts only for more than one fragment."""
-    demands.one_of("fragment_pattern", name, demands.PATTERNS)
     if name == "whole":
         return fragments.whole()
-    by_blocks = {"strided": fragments.strided, "sequential": fragments.sequential}
-    return by_blocks[name](num_fragments, split_rows)
-
-
-CODECS: dict[str, Callable[[], Codec]] = {
-    name: getattr(codecs, name) for name in demands.CODECS if name != "lowrank"
-}
+    return {"strided": fragments.strided, "sequential": fragments.sequential}[name](num_fragments, split_rows)
 
 
 def codec(
@@ -33,7 +24,7 @@ def codec(
     adaptive_rank: bool = False,
     mean: str = "average",
     decay: float = 1.0,
-    top_k: int | None = None,
+    top_k: int = 64,
 ) -> Codec:
     """The codec called `name`, or a user's own, inside `feedback` if `error_feedback`, inside `radial` if that is the `mean`.
 
@@ -43,11 +34,10 @@ def codec(
         chosen = name
     elif name == "lowrank":
         chosen = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
-    elif name in demands.SPARSE and top_k is not None:
-        chosen = {"topk": codecs.topk, "topk_2bit": codecs.topk_2bit}[name](top_k)
+    elif name in ("topk", "topk_2bit"):
+        chosen = getattr(codecs, name)(top_k)
     else:
-        demands.one_of("codec", name, demands.CODECS)
-        chosen = CODECS[name]()
+        chosen = getattr(codecs, name)()
     chosen = codecs.feedback(chosen, decay) if error_feedback else chosen
     return codecs.radial(chosen) if mean == "radial" else chosen
 
@@ -56,7 +46,6 @@ def merge(
     name: str, mixing_alpha: float = 0.5, compensation: str = "adaptive", compensation_strength: float = 0.5
 ) -> Merge:
     """The merge called `name`; the other arguments count only for mix and compensate."""
-    demands.one_of("merge", name, demands.MERGES)
     if name == "mix":
         return merges.mix(mixing_alpha)
     if name == "compensate":

@@ -114,27 +114,6 @@ def sequential(num_fragments: int, split_rows: bool = False) -> Pattern:
     return lambda model: _by_blocks(model, num_fragments, deal, split_rows)
 
 
-def kept(layout: Sequence[Sequence[Sequence[Any]]], pattern: Pattern) -> Pattern:
-    """The fragments of a saved layout if they hold the trainable parameters, none of them split; else those of `pattern`.
-
-    The version that saved the layout may see other blocks in the model. `layout` lists each fragment's parameters: name, shape,
-    and rows of a piece.
-
-    >>> model = nn.Linear(2, 1)
-    >>> [fragment.names for fragment in kept([[["bias", [1]]], [["weight", [1, 2]]]], whole())(model)]
-    [('bias',), ('weight',)]
-    """
-
-    def build(model: nn.Module) -> tuple[Fragment, ...]:
-        names = [[name for name, *_ in fragment] for fragment in layout]
-        is_split = any(len(param) > 2 for fragment in layout for param in fragment)
-        if is_split or sorted(name for each in names for name in each) != sorted(_trainable(model)):
-            return pattern(model)
-        return _build(model, [list(map(_Piece, each)) for each in names])
-
-    return build
-
-
 class _Piece(NamedTuple):
     """A parameter, or its rows start .. stop - 1, counted in the whole parameter also if it is sharded."""
 

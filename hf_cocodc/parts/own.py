@@ -1,6 +1,5 @@
-"""Methods and codecs of a user's own: found by MODULE:NAME, and described so that regions can compare them."""
+"""Methods and codecs of a user's own: found by MODULE:NAME, made of their settings, and compared by their source."""
 
-import functools
 import hashlib
 import importlib
 import inspect
@@ -10,18 +9,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import CellType, CodeType
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..errors import InputError, nearest, reason, short, shown
 from .codecs.base import Codec
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _OURS = __name__.partition(".")[0]
-_LIBRARIES = {_OURS, "torch", "numpy", *sys.stdlib_module_names}
-"""Packages whose source regions do not compare: of this one they compare the version, the others may differ."""
 _CODEC = ("init", "converse", "wire_bytes")
 
 
@@ -139,60 +134,37 @@ def options_of_codec(name: str) -> dict[str, Any]:
     return {} if _is_codec(thing) else takes(f"outer.codec={shown(name)}", thing)
 
 
-def described(part: Any, module: str = "") -> str:
-    """A user's method or codec, or a part of one, in words that regions compare, with a hash of them and of the source.
+def sources(setting: str, name: str) -> dict[str, str]:
+    """Hashes of the source of MODULE:NAME: of MODULE, and of the modules whose functions and classes it uses by name.
 
-    Of an object its class and attributes, of a function its name and what it remembers; so on for objects and functions among
-    these. Numbers and texts count by their values, tensors and the like by their class. The source of `module` counts, too.
-
-    >>> class Mine:
-    ...     def __init__(self, k): self.k = k
-    >>> described(Mine(k=2)) == described(Mine(k=2)), described(Mine(k=2)) == described(Mine(k=3))
-    (True, False)
+    Not of installed packages, which may differ between regions, unless MODULE is in one. Of a script only the definition of NAME
+    counts, because regions may run different scripts. What has no source (compiled, typed in) is not compared.
     """
-    sources = {module: _source(module, part)}
-    words = _words(part, (), sources)
-    text = json.dumps([words, sources], sort_keys=True)
-    return f"{short(words, 160)} [{hashlib.sha256(text.encode()).hexdigest()[:12]}]"
+    thing, module = found(setting, name), name.partition(":")[0]
+    if module == "__main__":
+        return {name: _hash(thing)}
+    hashes, waiting = {}, {module}
+    while waiting:
+        name = waiting.pop()
+        hashes[name] = _hash(sys.modules[name])
+        for value in vars(sys.modules[name]).values():
+            used = str(getattr(value, "__module__", None))
+            if (inspect.isroutine(value) or inspect.isclass(value)) and _is_of_user(used, module):
+                waiting.add(used)
+        waiting -= hashes.keys()
+    return dict(sorted(hashes.items()))
 
 
-def _words(value: Any, inside: tuple[int, ...], sources: dict[str, str]) -> str:
-    """The words for a value; `sources` gets the source of the definitions that they name."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
-        return repr(value)
-    if id(value) in inside:
-        return "..."
-    held: Mapping[Any, Any] = getattr(value, "__dict__", {})
-    if isinstance(value, type):
-        held = {}
-    elif inspect.isfunction(value):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    elif isinstance(value, functools.partial):
-        held = {"func": value.func, "args": value.args, **value.keywords}
-    elif isinstance(value, list | tuple):
-        held = value._asdict() if hasattr(value, "_asdict") else dict(enumerate(value))
-    elif isinstance(value, dict):
-        held = value
-    definition = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
-    module = definition.__module__ or ""
-    sources[f"{module}.{definition.__qualname__}"] = source = _source(module, definition)
-    name = f"{module if source else module.rpartition('.')[2]}.{definition.__qualname__}"
-    named = (f"{key}={_words(each, (*inside, id(value)), sources)}" for key, each in held.items())
-    return f"{name}({', '.join(named)})"
+def _is_of_user(module: str, beside: str) -> bool:
+    """Whether a module is of the package of `beside`, or of no package that is installed."""
+    package, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None)
+    is_installed = file is None or {"site-packages", "dist-packages"} & {*Path(file).parts}
+    is_other = is_installed or package in (_OURS, "__main__", *sys.stdlib_module_names)
+    return package == beside.partition(".")[0] or not is_other
 
 
-def _source(module: str, definition: Any) -> str:
-    """The source of a user's module; of a script only that of the definition, as regions may differ in the rest."""
-    if module.partition(".")[0] in ("", *_LIBRARIES):
-        return ""
+def _hash(thing: Any) -> str:
     try:
-        return inspect.getsource(definition if module == "__main__" else sys.modules[module])
-    except (OSError, TypeError, KeyError):  # typed in, or compiled
-        functions = vars(definition).values() if isinstance(definition, type) else [definition]
-        return str([_instructions(each.__code__) for each in functions if inspect.isfunction(each)])
-
-
-def _instructions(code: CodeType) -> list[Any]:
-    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return [code.co_code, code.co_names, constants]
+        return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return "no source"

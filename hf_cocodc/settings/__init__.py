@@ -17,7 +17,7 @@ from .environment import (
     quiet_torch,
     warn_alone,
 )
-from .fields import check_host, require
+from .fields import check_host
 from .outer import OF_EVERY_METHOD, OuterConfig
 from .regions import RegionConfig
 
@@ -35,6 +35,5 @@ __all__ = [
     "check_host",
     "from_env",
     "quiet_torch",
-    "require",
     "warn_alone",
 ]

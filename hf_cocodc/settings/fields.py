@@ -1,28 +1,71 @@
-"""What settings have in common: help texts, their form in JSON, and errors that name the rule."""
+"""What settings have in common: help texts, rules, and their form in JSON."""
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import textwrap
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 from ..errors import InputError, shown
 
 _C = TypeVar("_C", bound=type)
+_R = TypeVar("_R")
+
+_hints = functools.cache(get_type_hints)
 
 _EXPERT = "Expert: "
-"""How the help of an expert setting begins. HfArgumentParser gives argparse all other metadata, which it does not take."""
+"""How the help of an expert setting begins."""
 
 
-def setting(text: str, default: Any = None) -> Any:
-    """A field of a settings class, with a help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+class Limit(NamedTuple):
+    """What a value may be by itself, also in words that a message says after it. None is always allowed."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
-def expert(text: str, default: Any = None) -> Any:
+def at_least(least: int) -> Limit:
+    return Limit(lambda value: value >= least, f"must be at least {least}")
+
+
+def within(least: int, most: int) -> Limit:
+    return Limit(lambda value: least <= value <= most, f"must lie in {least} .. {most}")
+
+
+def among(*names: str) -> Limit:
+    return Limit(lambda value: value in names, f"must be one of {', '.join(names)}")
+
+
+class _Help(str):
+    """A help text with the rules of its field. HfArgumentParser gives argparse all other metadata, which it does not take."""
+
+    rules: tuple[Any, ...] = ()
+
+
+def setting(text: str, *rules: Any, default: Any = None) -> Any:
+    """A field of a settings class, with a help text and rules: a `Limit`, and others that its class knows."""
+    help_text = _Help(text)
+    help_text.rules = rules
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+def expert(text: str, *rules: Any, default: Any = None) -> Any:
     """A `setting` that most runs leave alone: it comes after all others, and its help says so."""
-    return setting(_EXPERT + text, default)
+    return setting(_EXPERT + text, *rules, default=default)
+
+
+@functools.cache
+def rules_of(cls: type, kind: type[_R]) -> dict[str, _R]:
+    """The rules of one kind, by field."""
+    return {
+        each.name: rule
+        for each in dataclasses.fields(cls)
+        for rule in getattr(each.metadata["help"], "rules", ())
+        if isinstance(rule, kind)
+    }
 
 
 def is_expert(field: dataclasses.Field) -> bool:
@@ -51,47 +94,45 @@ def documented(cls: _C) -> _C:
 
 
 class Settings:
-    """What the settings classes share: their values as plain data, as `transformers.TrainingArguments` gives them."""
+    """What the settings classes share: a check of each value, and all values as plain data, as
+    `transformers.TrainingArguments` gives them.
+    """
 
     SECTION: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Take numbers that are given as text, and check each value by itself. Raises InputError."""
+        cls: Any = type(self)
+        for name, hint in _hints(cls).items():
+            _take_number(self, name, get_args(hint))
+        for name, rule in rules_of(cls, Limit).items():
+            value = getattr(self, name)
+            if value is not None and not rule.holds(value):
+                raise InputError(f"{self.SECTION}.{name}={shown(value)} {rule.words}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and its value, as numbers, texts, lists and mappings: `cls(**config.to_dict())` is equal to `config`.
 
         There is no secret in it: settings name the file of a secret, never the secret.
-
-        Raises:
-            InputError: a field holds an object, such as a Method.
         """
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
-        for name, value in values.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    f"{self.SECTION}.{name} is {shown(value)}, which is no number, text, list or mapping. Put what makes it "
-                    f"into a module, and name that: {name}='my_module:my_{name}'."
-                ) from error
-        return copy.deepcopy(values)
+        return {each.name: copy.deepcopy(getattr(self, each.name)) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_json_string(self) -> str:
-        """`to_dict` as JSON. Raises InputError if a field holds an object, such as a Method."""
+        """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 
-def take_number(config: Any, name: str) -> None:
-    """Turn a field that holds a number as text into a number: flags give text to fields that also accept a word."""
+def _take_number(config: Settings, name: str, kinds: tuple[Any, ...]) -> None:
+    """Turn text into a number, in a field that accepts both: flags give it text. A float if that is its kind of number."""
     value = getattr(config, name)
+    if str not in kinds or not {int, float} & {*kinds}:
+        return
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            object.__setattr__(config, name, int(value) if value.isdigit() else float(value))
-
-
-def require(config: Any, name: str, holds: Any, rule: str, section: str = "outer") -> None:
-    """Raise InputError with `rule` if `holds` is false for the field `name`; None is always allowed."""
-    value = getattr(config, name)
-    if value is not None and not holds(value):
-        raise InputError(f"{section}.{name}={shown(value)} {rule}.")
+            value = int(value) if value.isdigit() else float(value)
+    if type(value) is int and int not in kinds:
+        value = float(value)
+    object.__setattr__(config, name, value)
 
 
 def check_host(name: str, host: str) -> None:

@@ -1,22 +1,27 @@
-"""The section `outer` of a recipe: how regions synchronize."""
+"""The section `outer` of a recipe: how regions synchronize. All rules of its settings are here.
+
+A field has what a setting may be by itself, and which other setting it needs. What settings must not be together is in
+`_CONTRADICTIONS`. Defaults of a method are those of its function (`methods.py`).
+"""
 
 import contextlib
 import dataclasses
 import json
 import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from ..errors import InputError, nearest, shown
-from .fields import Settings, documented, expert, require, setting, take_number
+from .fields import Limit, Settings, among, at_least, documented, expert, rules_of, setting, within
 
-METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
-"""The names of `newer.known`: importing the methods would import torch."""
-PARTS = {"fragments", "schedule", "codec", "outer", "merge", "closing"}
-"""The fields of every `Method`."""
-DEVICES = ("auto", "model", "host")
-ON_NONFINITE = ("restart", "stop")
-WEIGHTS = ("equal", "steps", "tokens")
+PATTERNS = ("whole", "strided", "sequential")
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "topk_2bit", "lowrank")
+SPARSE = ("topk", "topk_2bit")
+MERGES = ("replace", "mix", "additive", "compensate")
+COMPENSATIONS = ("adaptive", "fixed", "lr_normalized", "additive")
+MEANS = ("average", "radial")
 OF_EVERY_METHOD = (
     "method",
     "options",
@@ -43,11 +48,39 @@ AUTO_VALUES: dict[str, dict[str, float]] = {
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
 """By method: what `auto` means (`hf_cocodc/auto.py` says where it comes from)."""
+METHODS = tuple(AUTO_VALUES)
+"""The names of `newer.known`."""
 
 GUARD: dict[str, float] = {"clip": 3.0, "drop": 6.0, "history": 16}
 """The default of `outer.guard`."""
 _HISTORY = 8, 4096
 """The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
+
+
+class Names(NamedTuple):
+    """The names that a setting of this package's methods may have; `or_own`: or MODULE:NAME, of a user's own."""
+
+    names: Sequence[str]
+    or_own: bool = False
+
+
+class OnlyWith(NamedTuple):
+    """A setting that has an effect only if another one has one of these values."""
+
+    other: str
+    values: Sequence[str | bool | None]
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _is_in(value: Any, least: float, below: float = math.inf) -> bool:
+    """Whether a value is a number from `least`, and below `below`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < below
+
+
+_SHARE = Limit(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
 
 
 @documented
@@ -58,88 +91,135 @@ class OuterConfig(Settings):
     SECTION = "outer"
 
     method: Any | str | None = setting(
-        f"Method: {', '.join(METHODS[:-1])} or {METHODS[-1]}; or MODULE:NAME, a function of your own that returns a Method. In a "
-        "script, it may also be a Method.",
-        "diloco",
+        f"Method: {_any_of(METHODS)}; or MODULE:NAME, a function of your own that returns a Method.",
+        default="diloco",
     )
     options: dict[str, Any] | str | None = setting(
         "Settings of your own method or codec that have no key here: {k: 32, decay: 0.9}, or k=32,decay=0.9."
     )
-    sync_interval: int | None = setting("H: each fragment is sent once every H inner steps.")
-    num_fragments: int | None = setting("P: number of parts of the model that are sent separately.")
-    fragment_pattern: str | None = setting("Which blocks form a fragment: whole, strided or sequential.")
+    sync_interval: int | None = setting("H: each fragment is sent once every H inner steps.", at_least(1))
+    num_fragments: int | None = setting(
+        "P: number of parts of the model that are sent separately.", at_least(1)
+    )
+    fragment_pattern: str | None = setting(
+        f"Which blocks form a fragment: {_any_of(PATTERNS)}.", Names(PATTERNS)
+    )
     overlap_steps: int | str | None = setting(
-        "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only)."
+        "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only).",
+        Limit(
+            lambda steps: steps == AUTO or (isinstance(steps, int) and steps >= 0),
+            "must be a whole number from 0, or auto",
+        ),
     )
-    merge: str | None = setting(
-        "How a landing updates the local params: replace, mix, additive or compensate."
-    )
+    merge: str | None = setting(f"How a landing updates the local params: {_any_of(MERGES)}.", Names(MERGES))
     mixing_alpha: float | None = setting(
-        "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local."
+        "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local.",
+        _SHARE,
+        OnlyWith("merge", ["mix"]),
     )
     outer_lr: float | str | None = setting(
-        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, means values that our studies found."
+        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, means values that our studies found.",
+        Limit(lambda rate: rate == AUTO or (rate != 0 and _is_in(rate, 0)), "must be positive, or auto"),
     )
-    outer_momentum: float | str | None = setting("Nesterov momentum of the outer optimizer, or auto.")
-    codec: str | None = setting(
-        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk, topk_2bit or lowrank; or MODULE:NAME, "
-        "a codec of your own, or a function that returns one."
+    outer_momentum: float | str | None = setting(
+        "Nesterov momentum of the outer optimizer, or auto.",
+        Limit(lambda share: share == AUTO or _is_in(share, 0, 1), "must lie in [0, 1), or be auto"),
+    )
+    codec: Any | str | None = setting(
+        f"Format in which outer gradients travel: {_any_of(CODECS)}; or MODULE:NAME, a codec of your own, or a function that "
+        "returns one.",
+        Names(CODECS, or_own=True),
     )
     error_feedback: bool | None = setting(
         "Add the values that the codec loses in one transfer to the next one."
     )
-    rank: int | None = setting("Rank r_1 of the low-rank codec.")
+    rank: int | None = setting("Rank r_1 of the low-rank codec.", at_least(1), OnlyWith("codec", ["lowrank"]))
     mean: str | None = setting(
         "Mean of the outer gradients: average, or radial. Radial is the mean of their norms times the mean of their directions, "
         "for each parameter in a block: updates do not get shorter with more regions. It costs one more round trip, and is "
-        "refused with eager, lowrank, top-k and FSDP2."
+        "refused with eager, lowrank, top-k and FSDP2.",
+        Names(MEANS),
     )
     weights: str = setting(
         "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send, divided by the steps "
         "that were due); or tokens (that it has trained on since the last send). A region that joins a running run counts by "
         "steps at first, even with equal.",
-        "equal",
+        among("equal", "steps", "tokens"),
+        default="equal",
     )
     device: str = setting(
         "Where global params and outer state rest: model (with the model's parameters), host (pinned memory of the host, from "
         "where they visit the model's device slice by slice), or auto (with the model if they take at most a tenth of its "
         "device's memory, else host). They are computed with on the model's device in each case.",
-        "auto",
+        among("auto", "model", "host"),
+        default="auto",
     )
     split_rows: bool | None = expert(
-        "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes."
+        "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes.",
+        OnlyWith("fragment_pattern", ["strided", "sequential"]),
     )
     feedback_decay: float | None = expert(
-        "SparseLoCo's beta: share of the lost values that error feedback sends again."
+        "SparseLoCo's beta: share of the lost values that error feedback sends again.",
+        _SHARE,
+        OnlyWith("error_feedback", [True]),
     )
-    top_k: int | None = expert("SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.")
+    top_k: int | None = expert(
+        "SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.",
+        within(1, 4096),
+        OnlyWith("codec", SPARSE),
+    )
     staleness_penalty: float | str | None = expert(
         "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
-        "were half), none, or a constant of at least 1."
+        "were half), none, or a constant of at least 1.",
+        Limit(
+            lambda value: value in ("gap", "none") or _is_in(value, 1),
+            "must be gap, none, or a number of at least 1",
+        ),
     )
     clip_momentum: float | str | None = expert(
         "CO2's bound phi on each element of the outer momentum, in units of one round's steps: 1 means sync_interval inner "
-        "learning rates. none: no bound."
+        "learning rates. none: no bound.",
+        Limit(
+            lambda rounds: rounds == "none" or (rounds != 0 and _is_in(rounds, 0)),
+            "must be none, or a positive number of rounds: 1 lets the momentum move a weight by at most sync_interval inner "
+            "learning rates",
+        ),
     )
-    compensation: str | None = expert("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
-    compensation_strength: float | None = expert("CoCoDC's lambda (lambda_0 with compensation=adaptive).")
-    utilization: float | None = expert("CoCoDC's gamma: share of the link's time to use.")
+    compensation: str | None = expert(
+        f"CoCoDC's compensation: {_any_of(COMPENSATIONS)}.",
+        Names(COMPENSATIONS),
+        OnlyWith("merge", ["compensate"]),
+    )
+    compensation_strength: float | None = expert(
+        "CoCoDC's lambda (lambda_0 with compensation=adaptive).",
+        Limit(lambda strength: strength >= 0, "must not be negative"),
+        OnlyWith("merge", ["compensate"]),
+    )
+    utilization: float | None = expert(
+        "CoCoDC's gamma: share of the link's time to use.",
+        Limit(lambda share: 0 < share <= 1, "must lie in (0, 1]"),
+        OnlyWith("sends_per_interval", [None]),
+    )
     sends_per_interval: int | None = expert(
-        "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows."
+        "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows.",
+        at_least(1),
     )
     digest_interval: int = expert(
         "Rounds between two checks that all regions hold the same global params. A check adds a checksum to the transfer.",
-        10,
+        at_least(1),
+        default=10,
     )
     on_nonfinite: str = expert(
         "What a region does after nonfinite_rounds: restart (take the global params and a fresh state of the inner optimizer) "
         "or stop (all regions stop with a checkpoint).",
-        "restart",
+        among("restart", "stop"),
+        default="restart",
     )
     nonfinite_rounds: int = expert(
         "If a region does not count in full for this many rounds in a row, because its outer gradient is not finite or the guard "
         "clips or drops it, it does what on_nonfinite says. After as many void means in a row, all regions stop.",
-        3,
+        at_least(1),
+        default=3,
     )
     guard: dict[str, float] | str | None = expert(
         "Norm guard: an outer gradient with more than clip times the ordinary norm is scaled down to clip times that norm. One "
@@ -149,64 +229,16 @@ class OuterConfig(Settings):
     )
 
     def __post_init__(self) -> None:
+        for name in ("method", "codec"):
+            object.__setattr__(self, name, _name_of(name, getattr(self, name)))
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
-        if not isinstance(self.method, str) and not _is_method(self.method):
-            raise InputError(
-                f"outer.method={shown(self.method)} must be text: {', '.join(METHODS[:-1])} or {METHODS[-1]}; or MODULE:NAME, "
-                "for one of your own. In a script also a Method."
-            )
-        if isinstance(self.method, str) and ":" not in self.method and self.method not in METHODS:
-            raise InputError(
-                f"outer.method={shown(self.method)} is not known.{nearest(self.method, METHODS)} Or MODULE:NAME, for one of your "
-                "own."
-            )
+        _refuse_unknown("method", str(self.method), Names(METHODS, or_own=True))
+        super().__post_init__()
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
-        for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
-            require(self, name, lambda v: v >= 1, "must be at least 1")
-        require(self, "nonfinite_rounds", lambda v: v >= 1, "must be at least 1")
-        require(
-            self, "on_nonfinite", lambda v: v in ON_NONFINITE, f"must be one of {', '.join(ON_NONFINITE)}"
-        )
         if self.guard is not None:
             object.__setattr__(self, "guard", guard_settings(self.guard))
-        for name in ("overlap_steps", "staleness_penalty", "clip_momentum", *FOLLOWING):
-            take_number(self, name)
-        require(
-            self,
-            "overlap_steps",
-            lambda v: v == AUTO or (isinstance(v, int) and v >= 0),
-            "must be a whole number from 0, or auto",
-        )
-        require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
-        require(self, "feedback_decay", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
-        require(self, "top_k", lambda v: 1 <= v <= 4096, "must lie in 1 .. 4096")
-        require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
-        for name in FOLLOWING:
-            if type(getattr(self, name)) is int:
-                object.__setattr__(self, name, float(getattr(self, name)))
-        above_0 = lambda v: v != 0 and _is_in(v, 0)  # noqa: E731
-        require(self, "outer_lr", lambda v: v == AUTO or above_0(v), "must be positive, or auto")
-        require(
-            self, "outer_momentum", lambda v: v == AUTO or _is_in(v, 0, 1), "must lie in [0, 1), or be auto"
-        )
-        require(
-            self,
-            "staleness_penalty",
-            lambda v: v in ("gap", "none") or _is_in(v, 1),
-            "must be gap, none, or a number of at least 1",
-        )
-        require(
-            self,
-            "clip_momentum",
-            lambda v: v == "none" or above_0(v),
-            "must be none, or a positive number of rounds: 1 lets the momentum move a weight by at most sync_interval inner "
-            "learning rates",
-        )
-        require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
-        require(self, "weights", lambda v: v in WEIGHTS, f"must be one of {', '.join(WEIGHTS)}")
-        require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
 
     def given(self) -> dict[str, Any]:
         """The arguments for the method: fields that are not None."""
@@ -216,18 +248,17 @@ class OuterConfig(Settings):
         }
 
 
-def _is_method(given: Any) -> bool:
-    """Whether it has the parts of a Method, whose class would import torch."""
-    return (
-        dataclasses.is_dataclass(given)
-        and not isinstance(given, type)
-        and {each.name for each in dataclasses.fields(given)} >= PARTS
-    )
-
-
-def _is_in(value: Any, least: float, below: float = math.inf) -> bool:
-    """Whether a value is a number from `least`, and below `below`."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < below
+def _name_of(setting: str, given: Any) -> str | None:
+    """MODULE:NAME of a function that a script gives itself; text as it is. Raises InputError for anything else."""
+    if given is None or isinstance(given, str):
+        return given
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
+    if getattr(sys.modules.get(str(module)), name, None) is not given:
+        raise InputError(
+            f"outer.{setting}={shown(given)} must be text, or in a script a function that returns a {setting}, at the top of the "
+            "script or of a module: regions compare its name, its arguments and its source."
+        )
+    return f"{module}:{name}"
 
 
 def _options(given: Any) -> dict[str, Any]:
@@ -302,3 +333,131 @@ def guard_settings(given: Any) -> dict[str, float] | str:
             "what is ordinary."
         )
     return guard | {"history": int(history)}
+
+
+def is_own(name: object) -> TypeGuard[str]:
+    """Whether a setting names something of a user's own.
+
+    >>> is_own("my_module:my_method"), is_own("diloco")
+    (True, False)
+    """
+    return isinstance(name, str) and ":" in name
+
+
+def _refuse_unknown(setting: str, name: str, known: Names) -> None:
+    if name not in known.names and not (known.or_own and is_own(name)):
+        more = " Or MODULE:NAME, for one of your own." if known.or_own else ""
+        raise InputError(f"outer.{setting}={shown(name)} is not known.{nearest(name, known.names)}{more}")
+
+
+def alpha_of(given: float | None, overlap_steps: int | str) -> float:
+    """The given weight of the local params, or the default of Streaming DiLoCo: 0 if tau is 0 or 1, else 0.5 (2501.18512)."""
+    if given is not None:
+        return given
+    return 0.0 if overlap_steps in (0, 1) else 0.5
+
+
+_WITHOUT = {
+    "fragment_pattern": "whole",
+    "num_fragments": 1,
+    "overlap_steps": 0,
+    "codec": "fp32",
+    "error_feedback": False,
+}
+"""What a method does that lacks a setting."""
+
+_BOTH = "one value is good only with the other. Set both to auto, or both to numbers."
+
+_CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda s: s["fragment_pattern"] == "whole" and s["num_fragments"] != 1,
+        "outer.num_fragments={num_fragments} with fragment_pattern=whole: the whole model is one fragment. "
+        "Use fragment_pattern=strided, or num_fragments=1.",
+    ),
+    (
+        lambda s: s["sync_interval"] < s["num_fragments"],
+        "outer.sync_interval={sync_interval} is smaller than outer.num_fragments={num_fragments}, but each fragment is sent once "
+        "every sync_interval inner steps. Raise sync_interval or lower num_fragments.",
+    ),
+    (
+        lambda s: s["error_feedback"] and s["codec"] == "fp32",
+        "outer.error_feedback=True with codec=fp32: fp32 loses nothing, so there is no error to feed back.",
+    ),
+    (
+        lambda s: s["codec"] in SPARSE and not s["error_feedback"],
+        "outer.codec={codec} without outer.error_feedback would lose all but a few values permanently. Set error_feedback=true.",
+    ),
+    (
+        lambda s: s.get("mean") == "radial" and s["codec"] in ("lowrank", *SPARSE),
+        "outer.mean=radial with codec={codec}: directions lose their lengths where a codec keeps only a part of them. Use "
+        "another codec, or mean=average.",
+    ),
+    (
+        lambda s: s["overlap_steps"] == AUTO and "utilization" not in s,
+        "outer.overlap_steps=auto needs measured times, and only method=cocodc uses them. Set the number of inner steps that a "
+        "transfer takes; hf-cocodc bench link measures a transfer.",
+    ),
+    (
+        lambda s: s["overlap_steps"] != AUTO and int(s["overlap_steps"]) >= s["sync_interval"],
+        "outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment must land "
+        "before it is sent again. Lower overlap_steps or raise sync_interval.",
+    ),
+    (
+        # a method that mixes replaces as a special case of that: it is warned of, see `resolve.lost_steps`
+        lambda s: s["overlap_steps"] != 0 and s.get("merge") == "replace" and "mixing_alpha" not in s,
+        "outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made during a transfer. Use "
+        "merge=additive or merge=compensate, or overlap_steps=0.",
+    ),
+    (
+        lambda s: (
+            s.get("sends_per_interval") is not None
+            and not s["num_fragments"] <= s["sends_per_interval"] <= s["sync_interval"]
+        ),
+        "outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each fragment is "
+        "sent at least once) and outer.sync_interval={sync_interval} (at most one send per inner step).",
+    ),
+    (
+        lambda s: s.get("outer_lr") == AUTO and s.get("outer_momentum", AUTO) != AUTO,
+        "outer.outer_lr=auto, but outer.outer_momentum={outer_momentum!r}: " + _BOTH,
+    ),
+    (
+        lambda s: s.get("outer_momentum") == AUTO and s["outer_lr"] != AUTO,
+        "outer.outer_momentum=auto, but outer.outer_lr={outer_lr!r}: " + _BOTH,
+    ),
+)
+"""(whether it holds, message): what must not hold of the settings of a method."""
+
+
+def idle(settings: Mapping[str, Any]) -> dict[str, OnlyWith]:
+    """The settings without effect, and what would give them one.
+
+    >>> idle({"rank": 64, "codec": "fp32"})
+    {'rank': OnlyWith(other='codec', values=['lowrank'])}
+    """
+    return {
+        name: needs
+        for name, needs in rules_of(OuterConfig, OnlyWith).items()
+        if name in settings and settings.get(needs.other, needs.values[0]) not in needs.values
+    }
+
+
+def check_settings(settings: Mapping[str, Any], given: Sequence[str] = ()) -> None:
+    """Check all settings of a method, defaults included; `given` has the names of those that are not.
+
+    Raises InputError for one that is given and would have no effect, for an unknown name, and for a contradiction.
+    """
+    for name, (other, needed) in idle(settings).items():
+        if name in given:
+            values = " or ".join("null" if value is None else str(value) for value in needed)
+            way_out = f"outer.{other} in the same way" if None in needed else f"set outer.{other}={values}"
+            raise InputError(
+                f"outer.{name}={shown(settings[name])} has an effect only with outer.{other}={values}, "
+                f"but outer.{other} is {settings[other]}. Remove outer.{name} (--set outer.{name}=null), or {way_out}."
+            )
+    for name, known in rules_of(OuterConfig, Names).items():
+        if isinstance(settings.get(name), str):
+            _refuse_unknown(name, settings[name], known)
+    whole = {**_WITHOUT, **settings}
+    for holds, message in _CONTRADICTIONS:
+        if holds(whole):
+            raise InputError(message.format_map(whole))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, nearest, shown
-from . import OuterConfig, RegionConfig, require
-from .fields import setting
+from . import OuterConfig, RegionConfig
+from .fields import Limit, Settings, at_least, setting
 from .reading import build, override_key, read_recipe
 
 
@@ -62,29 +62,36 @@ class TokenizerSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSection:
+class DataSection(Settings):
     """Text from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
+
+    SECTION = "data"
 
     builtin: str | None = setting("python-stdlib: the source of Python's standard library.")
     path: str | None = setting(
         "Anything that datasets.load_dataset loads: a name on the Hub, or a folder of files."
     )
     name: str | None = setting("Configuration of the data set, for example wikitext-103-raw-v1.")
-    split: str = setting("Split to train on.", "train")
-    eval_split: str = setting("Held-out split.", "test")
-    text_column: str = setting("Column that holds the text.", "text")
-    streaming: bool = setting("Read the data set during training, without a copy on the disk.", False)
-    block_size: int = setting("Tokens in a sequence: text is packed into blocks of this length.", 1024)
-    eval_blocks: int | None = setting("Blocks of the held-out split to evaluate on; all by default.")
+    split: str = setting("Split to train on.", default="train")
+    eval_split: str = setting("Held-out split.", default="test")
+    text_column: str = setting("Column that holds the text.", default="text")
+    streaming: bool = setting("Read the data set during training, without a copy on the disk.", default=False)
+    block_size: int = setting(
+        "Tokens in a sequence: text is packed into blocks of this length.",
+        Limit(lambda length: length >= 2, "must be at least 2 tokens"),
+        default=1024,
+    )
+    eval_blocks: int | None = setting(
+        "Blocks of the held-out split to evaluate on; all by default.", at_least(1)
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _need_one(self, "data", builtin="python-stdlib", path="anything datasets loads")
         if self.builtin not in (None, "python-stdlib"):
             raise InputError(
                 f"data.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['python-stdlib'])}"
             )
-        require(self, "block_size", lambda v: v >= 2, "must be at least 2 tokens", "data")
-        require(self, "eval_blocks", lambda v: v >= 1, "must be at least 1", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,7 @@ class EvaluationSection:
         default_factory=lambda: ["perplexity", "accuracy"],
         metadata={"help": "perplexity, accuracy (of the next token), or both."},
     )
-    on: str = setting("Weights that are evaluated: global, or local (each region's own).", "global")
+    on: str = setting("Weights that are evaluated: global, or local (each region's own).", default="global")
 
     def __post_init__(self) -> None:
         for name in self.metrics:

@@ -19,14 +19,15 @@ from .environment import (
     from_env,
     warn_alone,
 )
-from .fields import Settings, check_host, documented, require, setting, take_number
+from .fields import Limit, Settings, among, check_host, documented, setting, within
 
-ENDINGS = ("auto", "finish", "stop", "continue")
-ON_LOSS = ("stop", "continue")
 WAIT_S = 3600.0
 MOST_REGIONS = 1024
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
+_SECONDS = "must be positive, and at most 1e6 (11 days)"
+_TIME = Limit(lambda seconds: 0 < seconds <= 1e6, _SECONDS)
+_COUNT = within(1, MOST_REGIONS)
 
 
 @documented
@@ -36,16 +37,20 @@ class RegionConfig(Settings):
 
     SECTION = "regions"
 
-    region: int | None = setting(f"Number of this region, from 0 (environment {ENV_REGION}).")
+    region: int | None = setting(
+        f"Number of this region, from 0 (environment {ENV_REGION}).",
+        Limit(lambda number: number >= 0, "must not be negative"),
+    )
     count: int | None = setting(
-        f"M: number of regions with which the run starts (environment {ENV_REGIONS})."
+        f"M: number of regions with which the run starts (environment {ENV_REGIONS}).", _COUNT
     )
     coordinator: str | None = setting(
         f"HOST:PORT of the coordinator that all regions reach (environment {ENV_COORDINATOR})."
     )
     run: str | None = setting(
         f"Name of the run, equal in all its regions. Runs with different names can share a coordinator (environment {ENV_RUN}). "
-        "By default the name of the output folder, or of the script if there is no output folder."
+        "By default the name of the output folder, or of the script if there is no output folder.",
+        Limit(lambda name: 0 < len(name) <= 100, "must have 1 .. 100 characters"),
     )
     secret_file: str | None = setting(
         "File with the secret that the run's regions and their coordinator share (hf-cocodc secret new FILE); or the secret "
@@ -57,7 +62,8 @@ class RegionConfig(Settings):
     )
     port: int | None = setting(
         "TCP port on which this region listens for the other regions: the one to open in a firewall. Each further rank that "
-        "connects (FSDP2) uses the next port. By default any free port."
+        "connects (FSDP2) uses the next port. By default any free port.",
+        within(1, 65_535),
     )
     announce: list[str] | str | None = setting(
         "HOST or HOST:PORT at which other regions reach this one, if that is not its own address and port: behind a router, in a "
@@ -65,54 +71,76 @@ class RegionConfig(Settings):
         "the other."
     )
     connections: int | str | None = setting(
-        "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
+        "TCP connections to each other region; auto chooses the number by the round-trip time.",
+        Limit(
+            lambda number: number == "auto" or (isinstance(number, int) and 1 <= number <= 64),
+            "must lie in 1 .. 64, or be auto",
+        ),
+        default="auto",
     )
     rate_limit: float | None = setting(
         "Highest rate in Mbit/s at which this region sends, divided equally among the other regions: nine tenths of the link's "
-        "rate, or less to leave room on a shared link. By default there is no limit, and packets may be lost before the link."
+        "rate, or less to leave room on a shared link. By default there is no limit, and packets may be lost before the link.",
+        Limit(lambda rate: rate > 0, "must be positive"),
     )
     congestion: str = setting(
         "TCP congestion control of the connections that carry transfers. auto: bbr over long distances, if the kernel lets this "
         "process use it; bbr keeps a link full even if it loses packets, and takes more than its share from other traffic. "
         "system: the machine's own. Or the name of one.",
-        "auto",
+        Limit(lambda name: 0 < len(name) < 16, "must be auto, system, or a name like bbr"),
+        default="auto",
     )
     start_timeout_s: float = setting(
         "Seconds to wait at the start until all regions are there, or until the run that this region joins is training.",
-        600.0,
+        _TIME,
+        default=600.0,
     )
-    timeout_s: float = setting("A region is lost after this many seconds without a heartbeat.", 120.0)
+    timeout_s: float = setting(
+        "A region is lost after this many seconds without a heartbeat.", _TIME, default=120.0
+    )
     stuck_timeout_s: float = setting(
-        "A region that is alive but makes no inner step is lost after this many seconds.", 1200.0
+        "A region that is alive but makes no inner step is lost after this many seconds.",
+        _TIME,
+        default=1200.0,
     )
     may_differ: list[str] | str | None = setting(
         "Names of training and data settings that may differ between regions, and change at a resume: a list, or separated "
-        "by commas. For example learning_rate,batch."
+        "by commas. For example learning_rate,batch.",
+        Limit(lambda names: all(isinstance(name, str) for name in names), "must be names"),
     )
     when_one_ends: str = setting(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
         "checkpoint if it was interrupted. finish or stop: always do that. continue: like auto, but the others go on if its "
         "training is over; with on_loss=continue also if it was interrupted.",
-        "auto",
+        among("auto", "finish", "stop", "continue"),
+        default="auto",
     )
     on_loss: str | None = setting(
         "What the others do when a region is lost: stop, or continue without it until it comes back. By default continue if "
-        "min is given, otherwise stop."
+        "min is given, otherwise stop.",
+        among("stop", "continue"),
     )
     min: int | None = setting(
-        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default if on_loss is continue."
+        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default if on_loss is continue.",
+        _COUNT,
     )
     max: int | None = setting(
         "Largest number of regions, including those that join; by default count. They are numbered 0 .. max - 1. Needs "
-        "on_loss=continue."
+        "on_loss=continue.",
+        _COUNT,
     )
     wait_s: float | None = setting(
         "Seconds that fewer regions than min wait for others before they stop with a checkpoint and exit code 3; "
-        f"{WAIT_S:g} by default. Needs on_loss=continue."
+        f"{WAIT_S:g} by default. Needs on_loss=continue.",
+        _TIME,
     )
     grace_s: float | str | None = setting(
         "Seconds that the others wait for a straggler before they go on without it until it has caught up; auto: as long as the "
-        "overlap hides the delay. By default they wait as long as it is alive. Needs on_loss=continue."
+        "overlap hides the delay. By default they wait as long as it is alive. Needs on_loss=continue.",
+        Limit(
+            lambda seconds: seconds == "auto" or (not isinstance(seconds, str) and 0 < seconds <= 1e6),
+            f"{_SECONDS}, or be auto",
+        ),
     )
     join: bool | None = setting(
         f"Join or rejoin a run that is training, as a new or a returning region (environment {ENV_JOIN}=1). Needs "
@@ -120,45 +148,9 @@ class RegionConfig(Settings):
     )
 
     def __post_init__(self) -> None:
-        for name in ("count", "min", "max"):
-            require(
-                self, name, lambda v: 1 <= v <= MOST_REGIONS, f"must lie in 1 .. {MOST_REGIONS}", "regions"
-            )
-        take_number(self, "connections")
-        require(
-            self,
-            "connections",
-            lambda v: v == "auto" or (isinstance(v, int) and 1 <= v <= 64),
-            "must lie in 1 .. 64, or be auto",
-            "regions",
-        )
-        require(self, "rate_limit", lambda v: v > 0, "must be positive", "regions")
-        require(
-            self,
-            "congestion",
-            lambda v: 0 < len(v) < 16,
-            "must be auto, system, or a name like bbr",
-            "regions",
-        )
-        for name in ("start_timeout_s", "timeout_s", "stuck_timeout_s"):
-            require(
-                self, name, lambda v: 0 < v <= 1e6, "must be positive, and at most 1e6 (11 days)", "regions"
-            )
-        require(self, "port", lambda v: 1 <= v <= 65_535, "must lie in 1 .. 65535", "regions")
+        super().__post_init__()
         for address in self.announced:
             address_parts(address)
-        require(
-            self,
-            "may_differ",
-            lambda v: isinstance(v, str) or all(isinstance(name, str) for name in v),
-            "must be names",
-            "regions",
-        )
-        require(self, "run", lambda v: 0 < len(v) <= 100, "must have 1 .. 100 characters", "regions")
-        require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
-        require(
-            self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
-        )
         if self.coordinator is not None:
             host_port = _split(self.coordinator)
             if host_port is None or host_port[1] is None:
@@ -170,13 +162,7 @@ class RegionConfig(Settings):
         self._check_elastic()
 
     def _check_elastic(self) -> None:
-        """Check the settings of a run that outlives lost regions. Raises InputError if they are impossible or conflict."""
-        require(self, "on_loss", lambda v: v in ON_LOSS, f"must be one of {', '.join(ON_LOSS)}", "regions")
-        seconds = "must be positive, and at most 1e6 (11 days)"
-        require(self, "wait_s", lambda v: 0 < v <= 1e6, seconds, "regions")
-        take_number(self, "grace_s")
-        is_time = lambda v: v == "auto" or (not isinstance(v, str) and 0 < v <= 1e6)  # noqa: E731
-        require(self, "grace_s", is_time, f"{seconds}, or be auto", "regions")
+        """Check the settings of a run that outlives lost regions. Raises InputError if they conflict."""
         if self.join and not self.elastic:
             raise InputError(
                 f"this region is to join a run (--join, {ENV_JOIN}=1 or regions.join=true), but by its settings the run ends "
@@ -247,7 +233,7 @@ class RegionConfig(Settings):
     def compared(self) -> dict[str, Any]:
         """The settings that must be equal in all regions, once they are `resolved`."""
         names = ["connections", "timeout_s", "when_one_ends"]
-        names += ["on_loss", "min", "max", "wait_s", "grace_s"] if self.elastic else []
+        names += ["on_loss", *OF_ELASTIC_RUNS] if self.elastic else []
         return {name: getattr(self, name) for name in names}
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":

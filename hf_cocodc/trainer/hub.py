@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as its_module
 
-from ..resolve import PART, paper_of
+from ..resolve import SOURCE, paper_of
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.folders import PREFIX
 from ..snapshot.manifest import FOLDER
@@ -49,7 +49,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,
         **({"H (sync_interval)": f"{interval} inner steps"} if interval else {}),
-        "codec": settings.get("codec", settings.get(f"{PART}codec")),
+        **({"codec": settings["codec"]} if "codec" in settings else {}),
         "inner steps in each region": steps,
         "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
         "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
@@ -64,7 +64,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         f"{name}={value}"
         for name, value in settings.items()
         if name not in ("method", "sync_interval", "codec", "num_fragments", "digest_interval")
-        and not name.startswith(PART)
+        and not name.startswith(SOURCE)
     )
     own = "" if synchronizer.method.outer.regions_agree else _EAGER
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
-from ..methods import Method
-from ..settings import OF_EVERY_METHOD, OuterConfig
 from ..settings.recipe import Recipe
 from .building import output_dir
 
@@ -21,7 +19,6 @@ def simulate(
     regions: int | None = None,
     overrides: Sequence[str] = (),
     link: VirtualLink | None = None,
-    method: Method | None = None,
 ) -> list[Any]:
     """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
@@ -37,7 +34,6 @@ def simulate(
         overrides: changes to a recipe that is given by its path, each "section.key=value".
         link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer takes
             no time, a schedule that follows measured times has no times to follow, and journals have no times.
-        method: trains a recipe with this method instead of its own, whose settings then do not count.
 
     Returns:
         One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
@@ -48,8 +44,6 @@ def simulate(
     """
     if isinstance(what, (str, os.PathLike)):
         what = Recipe.load(what, overrides)
-    if method is not None:
-        what = _with_method(what, method)
     if regions is not None and regions < 1:
         raise InputError(f"simulate(..., regions={regions}): the number of regions must be at least 1.")
     if isinstance(what, Recipe):
@@ -59,15 +53,6 @@ def simulate(
             "simulate(function) needs the number of regions, for example simulate(function, regions=2)."
         )
     return run_in_lockstep(regions, what, link)
-
-
-def _with_method(what: Any, method: Method) -> Recipe:
-    if not isinstance(what, Recipe):
-        raise InputError(
-            "simulate(function, method=...): the function chooses its method. Give it to the callback or to OuterOptimizer."
-        )
-    kept = {name: getattr(what.outer, name) for name in OF_EVERY_METHOD}
-    return dataclasses.replace(what, outer=OuterConfig(**kept | {"method": method, "options": None}))
 
 
 def simulated_dir(recipe: Recipe) -> Path:

@@ -16,8 +16,8 @@ from hf_cocodc.cli import train
 from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import CocodcError, InputError
-from hf_cocodc.parts import demands
 from hf_cocodc.resolve import from_config
+from hf_cocodc.settings.outer import CODECS
 from hf_cocodc.settings.recipe import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -302,8 +302,8 @@ def test_help_lists_the_exit_codes(words: list[str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "known"),
     [
-        (["bench", "link", "--help"], demands.CODECS),
-        (["bench", "codec", "--help"], demands.CODECS),
+        (["bench", "link", "--help"], CODECS),
+        (["bench", "codec", "--help"], CODECS),
         (["recipe", "new", "--help"], newer.known()),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -58,11 +57,11 @@ def train(region: int, link: Link, config: Any, steps: int = 9) -> Tensor:
 
 
 def test_its_regions_agree(tutorial: Path) -> None:
-    """Named in a config, and as an object: all regions end with the bits of one model, and both ways give the same bits."""
+    """Named, or given as a function: all regions end with the bits of one model, and both ways give the same bits."""
     named = OuterConfig(method="signs:ef_signs", sync_interval=3, options={"block": 8})
     from signs import ef_signs
 
-    given = dataclasses.replace(ef_signs(sync_interval=3, block=8), name="mine")
+    given = OuterConfig(method=ef_signs, sync_interval=3, options={"block": 8})
     found = [simulate(lambda r, link, c=config: train(r, link, c), regions=3) for config in (named, given)]
     for finals in found:
         assert all(torch.equal(final, found[0][0]) for final in finals)
@@ -104,18 +103,6 @@ def test_regions_that_differ_in_it_refuse(other: dict[str, Any], words: str, tut
         simulate(body, regions=2)
 
 
-def test_objects_that_differ_refuse(tutorial: Path) -> None:
-    """Under one name, with other parts: the message names the part."""
-    from signs import ef_signs
-
-    def body(region: int, link: Link) -> Tensor:
-        method = ef_signs(sync_interval=3, block=8, decay=0.9 + 0.05 * region)
-        return train(region, link, dataclasses.replace(method, name="mine"))
-
-    with pytest.raises(HandshakeError, match=r"disagree on part\.codec: .*decay=0\.9\).*decay=0\.95"):
-        simulate(body, regions=2)
-
-
 def test_a_recipe_names_it(tutorial: Path) -> None:
     """The recipe of the tutorial composes, in a process that was not started there."""
     sys.path.remove(str(tutorial))
@@ -125,16 +112,16 @@ def test_a_recipe_names_it(tutorial: Path) -> None:
 
 def test_a_checkpoint_names_it(tutorial: Path) -> None:
     """A run that goes on with another method is refused; with the same one it ends with the bits of a run never stopped."""
-    from signs import ef_signs
+    (tutorial / "other.py").write_text((tutorial / "signs.py").read_text(), encoding="utf-8")
 
     def body(region: int, link: Link, name: str, saved: Path | None, steps: int) -> Tensor:
-        method = dataclasses.replace(ef_signs(sync_interval=4, block=8), name=name)
+        config = OuterConfig(method=name, sync_interval=4, options={"block": 8})
         model = Blocks([torch.linspace(-1, 1, 512).view(8, 64)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, optimizer)
         folder = tutorial / f"region-{region}"
-        with OuterOptimizer(accelerator, model, optimizer, method, link=link, max_steps=9) as outer:
+        with OuterOptimizer(accelerator, model, optimizer, config, link=link, max_steps=9) as outer:
             if saved is not None:
                 accelerator.load_state(str(folder))
             for step in range(outer.inner_step, steps):
@@ -146,11 +133,13 @@ def test_a_checkpoint_names_it(tutorial: Path) -> None:
                     accelerator.save_state(str(folder))
         return torch.cat([vector.detach().flatten() for vector in model.vectors()])
 
-    whole = simulate(lambda r, link: body(r, link, "mine", None, 9), regions=2)
-    again = simulate(lambda r, link: body(r, link, "mine", tutorial, 9), regions=2)
+    whole = simulate(lambda r, link: body(r, link, "signs:ef_signs", None, 9), regions=2)
+    again = simulate(lambda r, link: body(r, link, "signs:ef_signs", tutorial, 9), regions=2)
     assert torch.equal(whole[1], again[1])
-    with pytest.raises(CheckpointError, match="written with outer.method=mine, this run has other"):
-        simulate(lambda r, link: body(r, link, "other", tutorial, 9), regions=2)
+    with pytest.raises(
+        CheckpointError, match="with outer.method=signs:ef_signs, this run has other:ef_signs"
+    ):
+        simulate(lambda r, link: body(r, link, "other:ef_signs", tutorial, 9), regions=2)
 
 
 @pytest.mark.slow

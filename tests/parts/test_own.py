@@ -1,14 +1,12 @@
-"""Methods and codecs of a user's own: how they are found, described and refused."""
+"""Methods and codecs of a user's own: how they are found, compared and refused."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import json
-import runpy
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ import torch
 
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import METHODS, Method, diloco
+from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
-from hf_cocodc.parts import codecs, outer, own, schedules
-from hf_cocodc.resolve import as_config, from_config, paper_of, settings
+from hf_cocodc.parts import codecs
+from hf_cocodc.resolve import from_config, paper_of, settings
 
 MODULE = '''
 from hf_cocodc.methods import diloco
@@ -79,8 +77,7 @@ def forget_modules_of(folder: Path) -> None:
 def test_a_recipe_can_name_a_method(here: Path) -> None:
     """Its settings are those of the function; the name and all settings are what regions and checkpoints compare."""
     config = OuterConfig(method="of_mine:mine", sync_interval=4, options={"k": 2})
-    method = from_config(config)
-    assert isinstance(method, Method) and method.name == "of_mine:mine"
+    assert isinstance(from_config(config), Method)
     told = settings(config)
     assert {name: told[name] for name in ("method", "sync_interval", "options.k", "codec")} == {
         "method": "of_mine:mine",
@@ -88,8 +85,7 @@ def test_a_recipe_can_name_a_method(here: Path) -> None:
         "options.k": 2,
         "codec": "bf16",
     }
-    assert "_sync_interval=4" in str(told["part.schedule"])
-    assert from_config(OuterConfig(method="of_mine:made")).name == "of_mine:made"
+    assert isinstance(from_config(OuterConfig(method="of_mine:made")), Method)
     assert paper_of("of_mine:mine") == ("Mine", "2401.00001")
 
 
@@ -99,17 +95,39 @@ def test_each_method_names_its_paper(name: str) -> None:
     assert paper_of(name) is not None
 
 
-def test_a_method_as_an_object(here: Path) -> None:
-    """Alone or in an OuterConfig; its name is compared, and each of its parts."""
-    method = dataclasses.replace(diloco(sync_interval=5), name="mine")
-    assert from_config(as_config(method)) is not None
-    config = OuterConfig(method=method, weights="steps")
-    told = settings(config)
-    assert (told["method"], told["weights"]) == ("mine", "steps")
-    other = settings(OuterConfig(method=dataclasses.replace(diloco(sync_interval=6), name="mine")))
-    assert {name for name in told if told[name] != other.get(name)} == {"part.schedule", "weights"}
-    assert as_config(None) == OuterConfig()
-    assert OuterConfig(method=None).method == "diloco"
+def top_level(*, sync_interval: int = 5, k: int = 3) -> Method:
+    """A method of this module."""
+    return diloco(sync_interval=sync_interval, outer_lr=1 / k)
+
+
+def few(*, k: int = 8) -> codecs.base.Codec:
+    """A codec of this module."""
+    return codecs.topk(k=k)
+
+
+def test_a_script_gives_a_function_itself() -> None:
+    """It stands for its name: settings, checkpoints and plain data are those of MODULE:NAME."""
+    config = OuterConfig(method=top_level, options={"k": 2})
+    assert config == OuterConfig(method=f"{__name__}:top_level", options={"k": 2})
+    assert settings(config)["options.k"] == 2 and OuterConfig(**config.to_dict()) == config
+    with_codec = OuterConfig(codec=few, error_feedback=True)
+    assert with_codec.codec == f"{__name__}:few"
+    assert from_config(with_codec).codec.codec.coder.k == 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["method", "codec"])
+def test_what_regions_could_not_compare_is_refused(name: str) -> None:
+    """An object, whose numbers are in closures, and a function that has no name of its own: with the way out."""
+    k = 3
+
+    def inner() -> Method:
+        return diloco(outer_lr=1 / k)
+
+    for wrong in (diloco(), diloco().codec, inner, lambda: inner(), functools.partial(top_level, k=2), 5):
+        with pytest.raises(
+            InputError, match=f"outer.{name}=.* or in a script a function that returns a {name}"
+        ):
+            OuterConfig(**{name: wrong})
 
 
 def test_a_recipe_can_name_a_codec(here: Path) -> None:
@@ -118,9 +136,8 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
     assert from_config(config).codec.codec.coder.k == 4  # type: ignore[attr-defined]
     told = settings(config)
     assert (told["codec"], told["options.k"]) == ("of_mine:half", 4)
-    assert {name for name in told if name.startswith("part.")} == {"part.codec", "part.codec.source"}
-    fed = OuterConfig(codec="of_mine:half", error_feedback=True, options={"k": 4})
-    assert "feedback.Feedback(codec=feedback.Feedback" in str(settings(fed)["part.codec"])
+    assert [name for name in told if name.startswith("source.")] == ["source.of_mine"]
+    assert settings(OuterConfig(method="streaming", codec="of_mine:half"))["options.k"] == 8
 
 
 @pytest.mark.parametrize(
@@ -154,7 +171,8 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
         ({"method": "lacking:x"}, "importing lacking fails: No module named 'not_there'"),
         ({"method": "leaving:x"}, "importing leaving fails: SystemExit: 0"),
         ({"method": "of_mine:leaves"}, "of_mine:leaves': SystemExit: 0"),
-        ({"method": 5}, "outer.method=5 must be text: diloco"),
+        ({"method": 5}, "outer.method=5 must be text, or in a script a function"),
+        ({"method": diloco}, "is of this package. Write outer.method=diloco"),
         ({"method": "dilcoo"}, "Did you mean 'diloco'.* Or MODULE:NAME"),
         ({"codec": "of_mine:mine"}, "makes Method.* which is no codec: it has no init"),
         ({"codec": "of_mine:number"}, "outer.codec='of_mine:number' is 5"),
@@ -168,20 +186,6 @@ def test_what_cannot_work_is_said(wrong: dict[str, Any], words: str, here: Path)
     (here / "lacking.py").write_text("import not_there", encoding="utf-8")
     with pytest.raises(InputError, match=words):
         from_config(OuterConfig(**wrong))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("", "no name: ''"),
-        ("diloco", "a name of ours: 'diloco'"),
-        ("my:way", "the form MODULE:NAME: 'my:way'"),
-    ],
-)
-def test_an_object_needs_a_name_of_its_own(name: str, words: str) -> None:
-    """One of ours would hide what is trained. MODULE:NAME would be imported for the model card."""
-    with pytest.raises(InputError, match=words):
-        from_config(OuterConfig(method=dataclasses.replace(diloco(), name=name)))
 
 
 def described(folder: Path, **config: Any) -> dict[str, object]:
@@ -210,91 +214,65 @@ def test_regions_with_the_same_files_and_settings_are_equal(name: str, tmp_path:
         (tmp_path / folder / "of_mine.py").write_text(text, encoding="utf-8")
     ours, same, changed = (described(tmp_path / folder, **config) for folder in texts)
     assert ours == same == json.loads(json.dumps(ours))
-    assert {key for key in ours if ours[key] != changed[key]} == {
-        f"part.{'method' if 'method' in config else 'codec'}.source"
-    }
+    assert {key for key in ours if ours[key] != changed[key]} == {"source.of_mine"}
     if "options" in config:
         other = described(tmp_path / "a", **config | {"options": {"k": 7}})
         assert "options.k" in {key for key in ours if ours[key] != other[key]}
 
 
-def test_the_source_is_that_of_the_module_that_defines_it(tmp_path: Path) -> None:
-    """Also if another module names it."""
+def test_the_source_is_also_that_of_modules_that_define_what_it_uses(tmp_path: Path) -> None:
+    """At any distance, and of no other module: regions may differ in what they import besides."""
     for folder, rate in (("a", 0.1), ("b", 0.2)):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "named.py").write_text("from inner import mine\n", encoding="utf-8")
-        text = f"from hf_cocodc.methods import diloco\nRATE = {rate}\ndef mine():\n    return diloco()\n"
-        (tmp_path / folder / "inner.py").write_text(text, encoding="utf-8")
+        texts = {
+            "named": "import place\nfrom inner import mine\n",
+            "inner": "from rates import rate\nfrom hf_cocodc.methods import diloco\n"
+            "def mine():\n    return diloco(outer_lr=rate())\n",
+            "rates": f"import json\nfrom torch import Tensor\ndef rate():\n    return {rate}\n",
+            "place": f"FOLDER = {folder!r}\n",
+        }
+        for name, text in texts.items():
+            (tmp_path / folder / f"{name}.py").write_text(text, encoding="utf-8")
     ours, theirs = (described(tmp_path / folder, method="named:mine") for folder in ("a", "b"))
-    assert {key for key in ours if ours[key] != theirs[key]} == {"part.method.source"}
+    assert [key for key in ours if key.startswith("source.")] == [
+        "source.inner",
+        "source.named",
+        "source.rates",
+    ]
+    assert {key for key in ours if ours[key] != theirs[key]} == {"source.rates"}
 
 
 SCRIPT = """
-from hf_cocodc.parts import own
+from hf_cocodc import OuterConfig
+from hf_cocodc.methods import diloco
+from hf_cocodc.resolve import settings
 
-class Mine:
-    {word} = 1
+def mine(*, sync_interval: int = 4):
+    return diloco(sync_interval=sync_interval, outer_lr={rate})
 
-def step():
-    return [{number}, lambda: {number}]
-
-said = own.described(Mine()), own.described(step)
+said = settings(OuterConfig(method=mine))
 """
 
 
 @pytest.mark.parametrize("is_typed_in", [False, True])
-def test_of_a_script_the_definition_counts(is_typed_in: bool, tmp_path: Path) -> None:
-    """Not the rest of the script, in which regions may differ. Where there is no source, the function's code."""
+def test_of_a_script_the_definition_counts(
+    is_typed_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the rest of the script, in which regions may differ. What was typed in has no source, and is not compared."""
 
-    def said(head: str, **words: Any) -> list[str]:
-        text = head + SCRIPT.format(**{"word": "a", "number": 1, **words})
+    def said(head: str, rate: float) -> dict[str, Any]:
+        text = head + SCRIPT.format(rate=rate)
         if is_typed_in:
-            space: dict[str, Any] = {"__name__": "typed_in"}
-            exec(compile(text, f"<{head}>", "exec"), space)
-            return list(space["said"])
+            exec(compile(text, f"<{head}>", "exec"), vars(main))
+            return dict(vars(main)["said"])
         path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
         path.write_text(text, encoding="utf-8")
-        return list(runpy.run_path(str(path), run_name="__main__")["said"])
+        exec(compile(text, str(path), "exec"), vars(main))
+        return dict(vars(main)["said"])
 
-    ours = said("")
-    assert said("REGION = 5\n") == ours
-    assert said("", number=2)[0] == ours[0] and said("", number=2)[1] != ours[1]
-    if not is_typed_in:
-        assert said("", word="b")[0] != ours[0]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_descriptions_are_the_same_when_the_parts_are(name: str) -> None:
-    """Of two methods that are composed alike, every part has one description."""
-    one, other = METHODS[name](), METHODS[name]()
-    for each in dataclasses.fields(Method):
-        ours, theirs = getattr(one, each.name), getattr(other, each.name)
-        assert own.described(ours) == own.described(theirs), each.name
-
-
-def test_descriptions_differ_where_parts_do() -> None:
-    """In a number that a function remembers, in an attribute, and in an argument, at any depth."""
-    pairs: list[tuple[Any, Any]] = [
-        (outer.chain(lr=outer.scale(0.5)), outer.chain(lr=outer.scale(0.25))),
-        (functools.partial(max, 1), functools.partial(max, 2)),
-        (functools.partial(max, key=1), functools.partial(max, key=2)),
-        (schedules.every(4), schedules.staggered(4, 0)),
-        ({"a": 1}, {"a": 2}),
-        (codecs.bf16(), codecs.fp16()),
-        (codecs.topk(k=2), codecs.topk(k=3)),
-        (codecs.feedback(codecs.topk(k=2)), codecs.feedback(codecs.topk(k=3))),
-        (codecs.feedback(codecs.topk(), 0.9), codecs.feedback(codecs.topk())),
-    ]
-    for one, other in pairs:
-        assert own.described(one) != own.described(other)
-        assert own.described(one) == own.described(copy.deepcopy(one))
-    loop: list[Any] = []
-    loop.append(loop)
-    assert own.described(loop).startswith("builtins.list(0=...) [")
-
-
-def test_a_codec_as_an_object() -> None:
-    """Its description stands for it, and may be sent."""
-    ours = settings(OuterConfig(codec=codecs.topk(k=2)))  # type: ignore[arg-type]
-    theirs = settings(OuterConfig(codec=codecs.topk(k=3)))  # type: ignore[arg-type]
-    assert json.dumps(ours) and {key for key in ours if ours[key] != theirs[key]} == {"part.codec"}
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    ours = said("", 0.5)
+    assert ours["method"] == "__main__:mine" and "source.__main__:mine" in ours
+    assert said("REGION = 5\n", 0.5) == ours
+    assert (said("", 0.25) == ours) is is_typed_in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
-from hf_cocodc.parts import fragments
-from hf_cocodc.parts.blocks import find_blocks
 from hf_cocodc.resolve import from_config
-from hf_cocodc.snapshot import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
 from tests.toys import llama, params_of, train_loop
 
@@ -72,32 +68,6 @@ def saved(folder: Path, **settings: Any) -> list[Tensor]:
     return simulate(body, regions=2)
 
 
-def continued(link: Link, folder: Path, how: str, **settings: Any) -> Run:
-    """A region that goes on: its outer optimizer loads a checkpoint, or begins with it."""
-    if how == "load_state":
-        return Run(link, folder, **settings)
-    run = Run.__new__(Run)
-    run.accelerator = Accelerator(cpu=True)
-    model = llama(link.region)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run.model, run.optimizer = run.accelerator.prepare(model, optimizer)
-    checkpoint = checkpoint_of(folder, link)
-    run.accelerator.load_state(str(checkpoint))
-    config = OuterConfig(method="cocodc", **{**COCODC, **settings})
-    more = {"max_steps": STEPS, "link": link, "saved": disk.read(checkpoint)}
-    run.outer = OuterOptimizer(run.accelerator, run.model, run.optimizer, config, **more)
-    return run
-
-
-def make_older(folder: Path) -> None:
-    """Let the checkpoints look as if a version without `split_rows` had written them."""
-    for path in folder.glob("region-*/checkpoint-*/cocodc/state.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        assert content["settings"].pop("split_rows") is False
-        path.write_text(json.dumps(content), encoding="utf-8")
-        disk.seal(path.parent.parent)
-
-
 def test_a_run_with_pieces_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Pieces in flight included; and the pieces change numbers, so that the test means something."""
     expected = saved(tmp_path / "split")
@@ -111,30 +81,6 @@ def test_a_run_with_pieces_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(end, whole)
     assert torch.equal(expected[0], expected[1])
     assert not torch.equal(expected[0], saved(tmp_path / "undivided", split_rows=False)[0])
-
-
-@pytest.mark.parametrize("how", ["load_state", "saved"])
-def test_an_older_checkpoint_is_continued_with_undivided_fragments(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing has to be set, now or at a later resume; the log says it; the numbers are those of the older version."""
-    caplog.set_level(logging.INFO)
-    expected = saved(tmp_path, split_rows=False)
-    make_older(tmp_path)
-
-    def again(region: int, link: Link) -> Tensor:
-        run = continued(link, tmp_path, how)
-        assert run.num_pieces == 0
-        assert run.outer.settings["split_rows"] is False
-        run.accelerator.save_state(str(checkpoint_of(tmp_path / "later", link)))
-        return run.end()
-
-    for end, whole in zip(simulate(again, regions=2), expected, strict=True):
-        assert torch.equal(end, whole)
-    assert "fragments stay as in the checkpoint, which has split_rows=False" in caplog.text
-    assert "outer.split_rows was" not in caplog.text
-    later = simulate(lambda region, link: Run(link, tmp_path / "later").end(), regions=2)
-    assert torch.equal(later[0], expected[0])
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -164,25 +110,3 @@ def test_the_log_names_uneven_fragments(given: dict, said: bool, caplog: pytest.
     OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, link=loopback())
     told = "the largest of 2 fragments is 1.61 times as large as the mean"
     assert (told in caplog.text) is said
-
-
-@pytest.mark.parametrize("continue_", ["load_state", "saved"])
-def test_fragments_of_a_version_that_found_other_blocks_are_kept(
-    continue_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An embedding was a block once, for BERT's relatives: such a checkpoint goes on to the same numbers."""
-    settings = {"num_fragments": 2, "split_rows": False}
-    with monkeypatch.context() as older:
-        older.setattr(fragments, "find_blocks", lambda model: [("model.embed_tokens",), *find_blocks(model)])
-        expected = saved(tmp_path, **settings)
-    make_older(tmp_path)
-    settings.pop("split_rows")
-
-    def again(region: int, link: Link) -> Tensor:
-        run = continued(link, tmp_path, continue_, **settings)
-        names = [state.fragment.names for state in run.outer.synchronizer.fragments]
-        assert names != [fragment.names for fragment in fragments.strided(2)(run.model)]
-        return run.end()
-
-    for end, whole in zip(simulate(again, regions=2), expected, strict=True):
-        assert torch.equal(end, whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +11,29 @@ from accelerate.utils import DistributedType
 
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import diloco, dilocox
+from hf_cocodc.methods import Method, diloco, dilocox
 from hf_cocodc.run.supported import refuse_unsupported
 
 SHARDED: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
 
 
+def low() -> Method:
+    return dilocox()
+
+
+def radial() -> Method:
+    return diloco(mean="radial")
+
+
 @pytest.mark.parametrize(
-    ("method", "words"),
-    [(dilocox(), "codec=lowrank with FSDP2"), (diloco(mean="radial"), "mean=radial.* with FSDP2")],
+    ("method", "words"), [(low, "codec=lowrank with FSDP2"), (radial, "mean=radial.* with FSDP2")]
 )
 def test_parts_that_need_whole_parameters_are_refused_with_shards(method: Any, words: str) -> None:
     """Also in a method of a user's own, which has no setting of that name."""
     model = torch.nn.Linear(2, 2)
     refuse_unsupported(SHARDED, OuterConfig(), model)
     with pytest.raises(InputError, match=words):
-        refuse_unsupported(SHARDED, OuterConfig(method=dataclasses.replace(method, name="mine")), model)
+        refuse_unsupported(SHARDED, OuterConfig(method=method), model)
 
 
 def test_stages_do_not_stop_by_themselves() -> None:

@@ -22,14 +22,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
+from hf_cocodc import CoCoDCCallback, RegionConfig, simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At, Dry, config, fail
-from tests.run.test_split_rows import COCODC, make_older
 from tests.toys import VOCAB, llama, params_of
 from tests.trainer.test_peft import lora
 from tests.trainer.test_training_variants import with_dropout
@@ -165,7 +164,7 @@ class StopAt(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.callback.outer is not None
-        endings = self.callback.outer.endings
+        endings = self.callback.outer.training.endings
         hear = endings.after_step
 
         def after_step(inner_step: int, words: Any) -> None:
@@ -254,22 +253,6 @@ def test_a_finished_run_keeps_its_best_model(tmp_path: Path) -> None:
     longer = train(tmp_path, resume=True, max_steps=12, scores={12: (9.0, 9.0)})
     assert longer[0].trainer.state.best_global_step == 12
     assert torch.equal(longer[1].params, longer[0].shown[12])
-
-
-@pytest.mark.slow
-def test_a_finished_run_of_an_older_version_keeps_its_best_model(tmp_path: Path) -> None:
-    """Its fragments are undivided, and stay so, though it is resumed with no more steps to make."""
-
-    def body(link: Link, resume: bool, **given: Any) -> Tensor:
-        run = Run(tmp_path, link)
-        run.callback.config = OuterConfig(method="cocodc", **COCODC, **given)
-        run.trainer.train(resume_from_checkpoint=resume)
-        return run.params
-
-    first = simulate(lambda region, link: body(link, False, split_rows=False), regions=2)
-    make_older(tmp_path)
-    for again in simulate(lambda region, link: body(link, True), regions=2):
-        assert torch.equal(again, first[0])
 
 
 @pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.slow), 2.5])

@@ -1,8 +1,7 @@
 """Codecs: the bytes that cross the link, and how regions find the mean. `base` describes the parts of a codec.
 
-A new one is a file here, exported below, with its name in `CODECS` of `parts/demands.py` and in the help text of `outer.codec`
-(`settings/outer.py`). If it needs error feedback, add it to `LOSSY` of `tools/plan/choice.py`; if it has settings of its own,
-add a branch to `parts/choose.py`.
+A new one is a file here, exported below, with its name in `CODECS` of `settings/outer.py`. If it needs error feedback, add it to
+`LOSSY` of `tools/plan/choice.py`; if it has settings of its own, add a branch to `parts/choose.py`.
 """
 
 from .block import fp4, int4, int8

@@ -10,14 +10,14 @@ from torch import Tensor
 from ...errors import InputError, nearest, shown
 from ...link.base import drive
 from ...parts import codecs
-from ...parts.choose import CODECS
 from ...parts.codecs.base import Codec, CodecState, Message, Reply, slices, weighted_mean
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import moved
 from ...parts.tensors.memory import HOST, Buffers, has_streams
+from ...settings.outer import CODECS
 from .report import BenchReport, Row
 
-KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
+KNOWN: dict[str, Callable[[], Codec]] = {name: getattr(codecs, name) for name in CODECS}
 """Codecs by their names in recipes."""
 
 _SIDE = 1000

@@ -7,10 +7,10 @@ from typing import Any
 from ...errors import InputError, shown
 from ...methods import METHODS
 from ...newer import known
-from ...parts.demands import CODECS, mixing_alpha
 from ...resolve import from_config
 from ...resolve import settings as _settings
-from ...settings import OuterConfig
+from ...settings import OF_EVERY_METHOD, OuterConfig
+from ...settings.outer import CODECS, alpha_of, idle
 from .forecast import Forecast, Subject
 
 LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
@@ -40,11 +40,9 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
     for method in dict.fromkeys((*METHODS, str(recipe.method))):
         base = recipe
         if method != recipe.method:
-            general = {
-                name: getattr(recipe, name) for name in ("weights", "digest_interval", "guard", "device")
-            }
+            general = {name: getattr(recipe, name) for name in OF_EVERY_METHOD}
             interval = max(_interval(recipe), _fragments(OuterConfig(method=method)))
-            base = OuterConfig(method=method, sync_interval=interval, **general)
+            base = OuterConfig(**general | {"method": method, "sync_interval": interval})
         takes = settings(base)
         own = takes["codec"]
         for codec in CODECS:
@@ -62,8 +60,9 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
 
 def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
     feedback = codec in LOSSY if "error_feedback" in settings(config) else None
-    rank = config.rank if codec == "lowrank" else None
-    return dataclasses.replace(config, codec=codec, error_feedback=feedback, rank=rank)
+    changed = dataclasses.replace(config, codec=codec, error_feedback=feedback)
+    without: dict[str, Any] = dict.fromkeys(idle(changed.given()))
+    return dataclasses.replace(changed, **without)
 
 
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
@@ -171,9 +170,7 @@ def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> Outer
         return next((each for each in tried if subject.course(each).utilization >= target), None)
 
     alpha = config.mixing_alpha
-    if alpha == mixing_alpha(
-        None, overlap or 0
-    ):  # it followed from the overlap, and follows from the new one
+    if alpha == alpha_of(None, overlap or 0):  # it followed from the overlap, and follows from the new one
         alpha = None
 
     def with_overlap(steps: int) -> OuterConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.cli.main import main
-from hf_cocodc.parts.choose import CODECS
+from hf_cocodc.settings.outer import CODECS
 from hf_cocodc.tools.bench import codec
 from hf_cocodc.tools.bench.report import read
 
@@ -22,7 +22,7 @@ def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {row["codec"]: row for row in report["rows"]}
     assert list(report["samples"]) == [f"{name}, {what} s" for name in rows for what in PARTS]
     assert {len(each) for each in report["samples"].values()} == {1}
-    assert list(rows) == [*CODECS, "lowrank"]
+    assert list(rows) == [*CODECS]
     shown = capsys.readouterr().out
     assert "codecs: values=1000000, repeat=1" in shown and all(name in shown for name in rows)
     bits = {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 256, "int4": 4 + 32 / 256, "fp4": 4 + 32 / 64}

@@ -12,9 +12,9 @@ import pytest
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
 from hf_cocodc.newer import known
-from hf_cocodc.parts.choose import CODECS
 from hf_cocodc.resolve import from_config, lost_steps
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.outer import CODECS
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.plan import choice, table, written
 from hf_cocodc.tools.plan.flights import LinkFigures
@@ -24,8 +24,8 @@ from hf_cocodc.training.preflight import on_meta
 from hf_cocodc.training.starter import starter
 
 SPEEDS = Speeds(
-    encode=dict.fromkeys((*CODECS, "lowrank"), 1e-9),
-    decode=dict.fromkeys((*CODECS, "lowrank"), 1e-9),
+    encode=dict.fromkeys(CODECS, 1e-9),
+    decode=dict.fromkeys(CODECS, 1e-9),
     send=1e-9,
     land={"replace": 3e-9, "mix": 3e-9, "compensate": 5e-9},
 )
