@@ -45,8 +45,6 @@ from .manifest import COMPLETE, FOLDER, FORMAT
 logger = logging.getLogger(__name__)
 
 _TENSOR = "$tensor"
-_FLOAT = "$float"
-"""In format 2, a number that is not finite."""
 _DEEPEST = 64
 """Most levels of a state."""
 
@@ -74,13 +72,10 @@ def _put_together(value: Any, tensors: dict[str, Tensor], levels: int) -> Any:
         raise ValueError(f"a state has more than {_DEEPEST} levels")
     if isinstance(value, list):
         return [_put_together(each, tensors, levels - 1) for each in value]
-    for mark in (_TENSOR, _FLOAT):
-        if mark in value and (len(value) > 1 or not isinstance(value[mark], str)):
-            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor or a number")
     if _TENSOR in value:
+        if len(value) > 1 or not isinstance(value[_TENSOR], str):
+            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor")
         return tensors[value[_TENSOR]]
-    if _FLOAT in value:
-        return float(value[_FLOAT])
     return {key: _put_together(each, tensors, levels - 1) for key, each in value.items()}
 
 
@@ -109,11 +104,11 @@ class Facts:
         step: inner steps made.
         region: the one that wrote it.
         settings: of the method.
-        journal: name of the run's record in the journal; empty in checkpoints of older versions.
+        journal: name of the run's record in the journal.
         taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
-        model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
-        members: the regions that took part then; empty in checkpoints of older versions, where all did.
+        model, facts: `About.model` and `About.facts` of the run.
+        members: the regions that took part then.
     """
 
     step: Count
@@ -245,10 +240,7 @@ def facts_of(checkpoint: Path) -> Facts:
 
 
 def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
-    content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
-    if type(content.get("journal")) is int:  # format 2 counted its bytes
-        del content["journal"]
-    return {"taken_over": content.get("joining", False), **content}  # its name in format 2
+    return json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager

@@ -131,18 +131,17 @@ def unusable(checkpoint: Path, run: int | None = None) -> str | None:
     """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint, by its list alone; None if it
     can.
     """
-    if is_of_another_run(checkpoint, run):
-        return "it is of an earlier run in this folder; give its path to continue that run"
-    return manifest.unreadable(checkpoint)
+    try:
+        if manifest.read(checkpoint).run != (run_of(checkpoint.parent) if run is None else run):
+            return "it is of an earlier run in this folder; give its path to continue that run"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
-    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
-    try:
-        wanted = run_of(checkpoint.parent) if run is None else run
-        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
-    except ValueError:
-        return False  # the list is damaged
+    """Whether this version reads a checkpoint, and another run than `run` wrote it (None: the one that writes there now)."""
+    return manifest.unreadable(checkpoint) is None and unusable(checkpoint, run) is not None
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:

@@ -16,13 +16,12 @@ from typing import Any
 
 import msgspec
 
+from ..errors import reason
 from ..net.validation import Count
 from .durable import replace, sha256_of_all, sync
 
 FORMAT = 3
-"""Raise it when earlier versions would misread the files."""
-_OLDEST = 2
-"""The oldest format that this version reads."""
+"""Raise it when earlier versions would misread the files, or this one theirs: it reads no other."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 _PASSING = "checkpoint-is-incomplete.txt"
@@ -73,16 +72,24 @@ def write(checkpoint: Path, run: int) -> None:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The list of a checkpoint's files; empty if it is of another format. Raises ValueError if it is missing or damaged."""
+    """The list of a checkpoint's files. Raises ValueError, which says why, if the checkpoint is none that this version reads."""
+    if not checkpoint.is_dir():
+        raise ValueError("there is no such folder")
+    if not is_sealed(checkpoint):
+        raise ValueError(
+            f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
+        )
     try:
         content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        if not _OLDEST <= content["format"] <= FORMAT:  # its other entries may mean something else
-            content = {**content, "files": {}}
-        elif content.pop("sha256") != _sha256(content):
-            raise ValueError("its content differs from its own SHA-256")
-        return msgspec.convert(content, Manifest)
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        number = msgspec.convert(content["format"], int)
+        if number == FORMAT:  # else the other entries may mean something else
+            if content.pop("sha256") != _sha256(content):
+                raise ValueError("its content differs from its own SHA-256")
+            return msgspec.convert(content, Manifest)
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{COMPLETE} is damaged ({reason(error)})") from error
+    other = "a newer" if number > FORMAT else "the older"
+    raise ValueError(f"its format is {number}, this hf_cocodc reads {FORMAT}; install {other} one")
 
 
 def is_sealed(checkpoint: Path) -> bool:
@@ -92,18 +99,11 @@ def is_sealed(checkpoint: Path) -> bool:
 
 def unreadable(checkpoint: Path) -> str | None:
     """Why a checkpoint is none that this version reads, by its list alone; None if it is one."""
-    if not checkpoint.is_dir():
-        return "there is no such folder"
-    if not is_sealed(checkpoint):
-        return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
-        number = read(checkpoint).format
+        read(checkpoint)
     except ValueError as error:
-        return f"{COMPLETE} is damaged ({error})"
-    if _OLDEST <= number <= FORMAT:
-        return None
-    other = "a newer" if number > FORMAT else "the older"
-    return f"its format is {number}, this hf_cocodc reads {_OLDEST} to {FORMAT}; install {other} one"
+        return str(error)
+    return None
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -112,13 +112,12 @@ def damage(checkpoint: Path) -> str | None:
     What a training script has saved beside Trainer's files counts, too: the script may read it. Cards, which only people read,
     do not.
     """
-    wrong = unreadable(checkpoint)
-    if wrong is not None:
-        return wrong
-    listed = read(checkpoint).files
-    files = {name: file for name, file in listed.items() if not name.endswith(".md")}
     try:
+        listed = read(checkpoint).files
+        files = {name: file for name, file in listed.items() if not name.endswith(".md")}
         return _changed(checkpoint, files) or _added(checkpoint, listed) or _edited(checkpoint, files)
+    except ValueError as error:
+        return str(error)
     except OSError as error:
         return f"it cannot be read: {error}"
 

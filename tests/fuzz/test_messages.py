@@ -61,7 +61,7 @@ NAMES = (
         "address",
     ),
     *("op", "members", "rows", "values", "state", "seconds", "square", "what", "residual", "codec"),
-    *("$tensor", "$float", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
+    *("$tensor", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
 )
 LEAVES = (
     st.none()

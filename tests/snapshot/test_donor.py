@@ -580,7 +580,6 @@ ITEMS: dict[str, Any] = {
     "too many dimensions": {"tree": {}, "tensors": {"x": ["float32", [1] * 100]}},
     "a length that is no number": {"tree": {}, "tensors": {"x": ["float32", [True]]}},
     "a tree that is too deep": {"tree": DEEP, "tensors": {}},
-    "a float that is none": {"tree": {"$float": "1e"}, "tensors": {}},
     "a tensor without a name": {"tree": {"$tensor": []}, "tensors": {}},
     "too many tensors": {"tree": {}, "tensors": {str(i): ["float32", [0]] for i in range(200_000)}},
 }
