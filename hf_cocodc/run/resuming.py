@@ -83,9 +83,7 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
 
 def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
     """Copy a checkpoint's buffers into the model: Accelerate loads only those that a state_dict holds."""
-    file = checkpoint / local_weights.weights_file(lane)
-    if file.is_file():  # an older version wrote none
-        local_weights.restore(model, file, local_weights.buffers(model))
+    local_weights.restore(model, checkpoint / local_weights.weights_file(lane), local_weights.buffers(model))
 
 
 class StartPoint(NamedTuple):

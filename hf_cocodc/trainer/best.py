@@ -31,12 +31,12 @@ from ..parts.tensors.flat import digests
 from ..resolve import continuing
 from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
+from ..run.resuming import restore_buffers
 from ..run.starting import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
-from ..snapshot.local_weights import buffers, restore, weights_file
 from ..snapshot.manifest import damage
 from ..snapshot.resume import Start
 from .beginning import interval, metric_of
@@ -350,11 +350,8 @@ class Best:
         synchronizer.show_saved(saved.state)
 
     def _restore_buffers(self, best: Path) -> None:
-        file = best / weights_file(
-            self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
-        )
-        if file.is_file():
-            restore(self._model, file, buffers(self._model))
+        lane = self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
+        restore_buffers(self._model, best, lane)
 
     def _note(self, best: Path) -> None:
         """Note and log which weights the model holds now."""

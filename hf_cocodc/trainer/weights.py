@@ -43,11 +43,9 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
         _load_beside(model, checkpoint, load, converted=trainer.is_fsdp_enabled)
     if trainer.is_fsdp_enabled and not taken_over:
         load()  # Accelerate's own files hold the shards under the model's names
+    expected = local_weights.buffers(model) if trainer.is_fsdp_enabled else local_weights.kept(model)
     file = checkpoint / local_weights.weights_file(lane)
-    if file.is_file():
-        whole = not trainer.is_fsdp_enabled
-        expected = local_weights.kept(model) if whole else local_weights.buffers(model)
-        local_weights.restore(model, file, expected.keys() - trained(checkpoint) if taken_over else expected)
+    local_weights.restore(model, file, expected.keys() - trained(checkpoint) if taken_over else expected)
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:
