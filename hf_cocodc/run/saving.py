@@ -11,8 +11,8 @@ from torch import nn
 from ..link.base import Link
 from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
-from ..snapshot import beside, folders, local_weights
 from ..snapshot import checkpoint as disk
+from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Facts, Saved
 from .inner_optimizer import InnerOptimizer
 from .resuming import in_all, refuse_damaged, restore_buffers
@@ -89,19 +89,16 @@ def hook_into_saving(
         spent, link, run = outer.timer(), outer.link, outer.started.get("run", 0)
         given, home = _folders(accelerator, *args, **kwargs)
         into = given or Path(accelerator.project_dir or ".")
-        if (
-            home is not None and link.most_regions > 1 and run
-        ):  # else nobody else can save there, or be told apart
+        # else nobody else can save there, or be told apart
+        if home is not None and link.most_regions > 1 and run:
             mine = partial(folders.claim, home, run, link.region, link.members)
             main_says(link, accelerator, mine, f"whose folder {home} is")  # before Accelerate writes anything
-        else:
-            home = None
         result, project = None, accelerator.project_configuration
         limit = project.total_limit
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             if given is not None:
                 place = main_says(
-                    link, accelerator, partial(beside.place_to_save, given), f"the place of {given}", Path
+                    link, accelerator, partial(folders.place_to_save, given), f"the place of {given}", Path
                 )
                 args, kwargs = (str(place), *args[1:]), {k: v for k, v in kwargs.items() if k != "output_dir"}
             if (
@@ -112,11 +109,9 @@ def hook_into_saving(
                 result = save_state(*args, **kwargs)
             finally:
                 project.total_limit = limit or project.total_limit
-            if home is not None and accelerator.is_main_process:
-                folders.forget_earlier(home, run)
             outer.seal(folder[0])
             if given is not None:
-                main_says(link, accelerator, partial(beside.move_in, given), f"the new files of {given}")
+                main_says(link, accelerator, partial(folders.move_in, given), f"the new files of {given}")
                 result = str(given)
             if limit and project.automatic_checkpoint_naming and accelerator.is_main_process:
                 folders.rotate_named(folder[0].parent, limit)
@@ -129,7 +124,7 @@ def hook_into_saving(
         def load() -> None:
             if given is not None:
                 home = Path(given).expanduser()
-                main_says(outer.link, accelerator, partial(beside.move_in, home), f"the new files of {home}")
+                main_says(outer.link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
             load_state(*args, **kwargs)
             restore_buffers(outer.model, folder[0], outer.link.lane)
 

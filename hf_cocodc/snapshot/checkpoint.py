@@ -38,9 +38,8 @@ from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from ..parts.tensors.memory import HOST
 from . import manifest
-from .durable import replace, saving
 from .folders import begin_run, run_of
-from .manifest import COMPLETE, FOLDER, FORMAT
+from .manifest import COMPLETE, FOLDER, FORMAT, replace, saving
 
 logger = logging.getLogger(__name__)
 

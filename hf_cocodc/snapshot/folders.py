@@ -8,9 +8,11 @@ finds it. Regions on one disk share these links.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Collection
@@ -18,8 +20,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from . import manifest
-from .durable import replace, saving
-from .manifest import FOLDER
+from .manifest import COMPLETE, FOLDER, SAVED_BY, replace, saving, sync
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ SAVED = f"{FOLDER}/saved"
 """File in a region's folder: the run whose final model lies there, and that model's inner step."""
 PREFIX = "checkpoint-"
 _NAMED = re.compile(r"checkpoint_\d+")
-SAVED_BY = "saved-by-"
 _DELETED = ".deleted"
 _WRITE_S = 1.0
 """Seconds that another region may take to write into a file that it has just made."""
@@ -91,9 +91,10 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
     `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{SAVED_BY}{run:x}"
+    path = folder / f"{SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
+        tidy_up([each for each in folder.glob(f"{SAVED_BY}*") if each != path])  # of earlier runs
         try:
             with path.open("x", encoding="ascii") as file:
                 file.write(f"{region}\n")
@@ -109,13 +110,6 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
             f"region {region} is to save into {folder}, where {who} of this run saves: they would overwrite each other. Nothing "
             f"was written. Give every region a folder of its own, for example {folder / f'region-{region}'}."
         )
-
-
-def forget_earlier(folder: Path, run: int) -> None:
-    """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{SAVED_BY}*"):
-        if path.name != f"{SAVED_BY}{run:x}":
-            tidy_up([path])
 
 
 def _region_in(path: Path) -> int | None:
@@ -187,14 +181,17 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
         return
     other = is_of_another_run(checkpoint, run)
     name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
-    ours = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    matches = (ours.fullmatch(each.name) for each in checkpoint.parent.iterdir())
-    newest = max((int(match[1] or 1) for match in matches if match), default=0)
-    aside = checkpoint.with_name(f"{name}-{newest + 1}" if newest else name)
+    aside = _free(checkpoint.with_name(name))
     logger.warning(
         "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
     )
     checkpoint.rename(aside)
+
+
+def _free(path: Path) -> Path:
+    """This path, or the first of `path-2`, `path-3`, ... at which nothing is there."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
 
 
 def discard(checkpoints: Collection[Path], folder: Path) -> None:
@@ -202,10 +199,7 @@ def discard(checkpoints: Collection[Path], folder: Path) -> None:
     may be open elsewhere (NFS, an upload). It is tried again with the next checkpoint.
     """
     for checkpoint in checkpoints:
-        aside, number = checkpoint.with_name(f".{checkpoint.name}{_DELETED}"), 1
-        while os.path.lexists(aside):
-            number += 1
-            aside = checkpoint.with_name(f".{checkpoint.name}{_DELETED}-{number}")
+        aside = _free(checkpoint.with_name(f".{checkpoint.name}{_DELETED}"))
         try:
             checkpoint.rename(aside)  # none that is half deleted has a checkpoint's name
         except FileNotFoundError:
@@ -236,6 +230,56 @@ def _writer(checkpoint: Path) -> int | None:
     with contextlib.suppress(ValueError):
         return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
     return None
+
+
+def place_to_save(checkpoint: Path) -> Path:
+    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder.
+
+    A loop may save into one folder again and again: at each moment a complete checkpoint is there. The new one is written as
+    `NAME.next`. When it is complete, its files move into the folder, the list of them last. A process that is killed while they
+    move leaves `NAME.next/cocodc/COMPLETE`: whoever loads or saves next goes on moving.
+    """
+    move_in(checkpoint)
+    beside = _beside(checkpoint)
+    if not manifest.is_sealed(checkpoint):
+        return checkpoint
+    try:
+        if beside.exists():  # a killed process left it
+            shutil.rmtree(beside)
+        beside.mkdir()
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written beside the checkpoint in %s (%s): until the new one is complete, there is none.",
+            *(beside, checkpoint, error),
+        )
+        return checkpoint
+    return beside
+
+
+def move_in(checkpoint: Path) -> None:
+    """Move what lies complete beside a checkpoint into its folder; does nothing if nothing is there."""
+    beside = _beside(checkpoint)
+    if manifest.unreadable(beside) is not None:
+        return
+    new, old = manifest.read(beside).files, {}
+    with contextlib.suppress(ValueError):  # none, or a damaged one
+        old = manifest.read(checkpoint).files
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    tidy_up([checkpoint / name for name in old.keys() - new.keys()])
+    for name in new:
+        if (beside / name).exists():  # else it has moved before
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(beside / name, checkpoint / name)
+    for folder in {(checkpoint / name).parent for name in (*new, COMPLETE)}:
+        sync(folder)
+    os.replace(beside / COMPLETE, checkpoint / COMPLETE)
+    sync(checkpoint / FOLDER)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _beside(checkpoint: Path) -> Path:
+    whole = checkpoint.absolute()
+    return whole.with_name(f"{whole.name}.next")
 
 
 def note_saved(folder: Path, step: int) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..parts.tensors.flat import alone, digests, local_shard, reshard
-from .durable import replace
-from .manifest import FOLDER
+from .manifest import FOLDER, replace
 
 _UNSAVED = "unsaved_buffers"
 """Metadata of the file: a JSON list of the buffers that a state_dict leaves out."""

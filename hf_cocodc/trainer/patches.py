@@ -20,8 +20,8 @@ from ..link.process_state import random_state_kept
 from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..snapshot.durable import saving
 from ..snapshot.folders import PREFIX, make_room, point, rotate
+from ..snapshot.manifest import saving
 from . import hub, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model

@@ -20,7 +20,7 @@ from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.durable import sha256_of_all
+from hf_cocodc.snapshot.manifest import sha256_of_all
 from hf_cocodc.snapshot.resume import Inventory, Start, checkpoint_to_resume, settle_in
 
 FILES = (
@@ -135,7 +135,7 @@ def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, nam
 
 
 def test_no_two_checkpoints_are_renamed_to_one_name(checkpoint: Path) -> None:
-    """Also not if the user has deleted the first of them, or has a file of a similar name."""
+    """Also not if the user has a file of a similar name; the name of one that the user has deleted is free."""
     folders.begin_run(checkpoint.parent, 7)
     kept = shutil.copytree(checkpoint, checkpoint.parent / "kept")
     put(checkpoint.parent / "checkpoint-4.replaced.txt", b"the user's")
@@ -147,7 +147,7 @@ def test_no_two_checkpoints_are_renamed_to_one_name(checkpoint: Path) -> None:
         if turn == 1:
             shutil.rmtree(checkpoint.parent / names[0])
         shutil.copytree(kept, checkpoint)
-    assert names == ["checkpoint-4.replaced", "checkpoint-4.replaced-2", "checkpoint-4.replaced-3"]
+    assert names == ["checkpoint-4.replaced", "checkpoint-4.replaced-2", "checkpoint-4.replaced"]
 
 
 def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
