@@ -276,11 +276,11 @@ def check(
             *(link.region, facts.region),
         )
         return
-    if facts.num_regions != link.num_regions:
+    if len(facts.members) != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "
             "all. Unsent steps and residuals of regions that left are lost.",
-            *(facts.num_regions, link.num_regions),
+            *(len(facts.members), link.num_regions),
         )
     if facts.taken_over:
         logger.warning(

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 def facts_of(outer: "OuterOptimizer") -> Facts:
     """What identifies the run of an outer optimizer, as it is now."""
-    return Facts.of(
-        outer.link,
+    link = outer.link
+    return Facts(
         step=outer.inner_step,
+        region=link.region,
+        members=tuple(link.members),
+        num_lanes=link.num_lanes,
         settings=outer.settings,
         finished=outer.finished,
         journal=outer.journal.name,

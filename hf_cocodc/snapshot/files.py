@@ -84,8 +84,9 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
             for state in checkpoint.glob("optimizer_*"):
                 if state.is_dir():
                     dcp_to_torch_save(state, aside / disk.FOLDER / f"{state.name}.pt")
+            trained = disk.read(checkpoint, with_values=False).synchronized
             for path in checkpoint.glob(local_weights.weights_file("*")):
-                _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
+                _leave_out(path, trained, aside / disk.FOLDER / path.name)
         listed = manifest.read(checkpoint).files  # what a user has added stays
         own = {name: path for name, path in files_in(checkpoint).items() if name in listed}
         yield own | files_in(aside)

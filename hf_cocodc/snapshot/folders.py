@@ -25,7 +25,7 @@ from .manifest import COMPLETE, FOLDER, SAVED_BY, replace, saving, sync
 logger = logging.getLogger(__name__)
 
 RUN = f"{FOLDER}/run"
-"""In a folder of checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
+"""In a folder of checkpoints: the number of the run that writes there now. In a checkpoint, its list has the number."""
 SAVED = f"{FOLDER}/saved"
 """File in a region's folder: the run whose final model lies there, and that model's inner step."""
 PREFIX = "checkpoint-"
@@ -149,14 +149,17 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. Those of an earlier run are not counted, and
-    stay.
+    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What was never completed counts, too. Complete
+    ones of an earlier run do not, and stay.
 
     Kept are those that a region may still need: `keep`, and from step `saved_everywhere` on, the newest complete in every
     region.
     """
-    run = run_of(folder)
-    by_step = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
+    by_step = {
+        step: path
+        for step, path in checkpoints(folder).items()
+        if unusable(path) is None or not manifest.is_sealed(path)
+    }
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
     discard([by_step[step] for step in old[: max(surplus, 0)]], folder)
@@ -223,13 +226,6 @@ def tidy_up(paths: Collection[Path]) -> None:
             failed = failed or (path, error)
     if failed is not None:
         logger.warning("%s cannot be deleted (%s): it is tried again with the next checkpoint.", *failed)
-
-
-def _writer(checkpoint: Path) -> int | None:
-    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
-    with contextlib.suppress(ValueError):
-        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
-    return None
 
 
 def place_to_save(checkpoint: Path) -> Path:

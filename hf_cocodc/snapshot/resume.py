@@ -372,8 +372,8 @@ class Inventory:
             wrong = self._damaged.get(step) or folders.unusable(path, run)
             if wrong is None:
                 try:
-                    facts = disk.facts_of(path)
-                    held.append(HeldCheckpoint(step, tuple(facts.writers)))
+                    facts = disk.read(path, with_values=False).facts
+                    held.append(HeldCheckpoint(step, facts.members))
                     continue
                 except CheckpointError as error:
                     wrong = str(error)

@@ -98,7 +98,7 @@ MINE: dict[str, Any] = {
 }
 TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret(secret("a secret of nobody"))
-FACTS = asdict(Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False))
+FACTS = asdict(Facts(step=4, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False))
 
 
 @contextlib.contextmanager
@@ -247,7 +247,7 @@ def test_lists_of_files(said: Any) -> None:
 def test_facts_of_a_run(changed: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):
         facts = msgspec.convert({**FACTS, **changed}, Facts)
-        assert facts.step >= 0 and all(region >= 0 for region in facts.writers)
+        assert facts.step >= 0 and all(region >= 0 for region in facts.members)
 
 
 @given(PLAIN, PLAIN)

@@ -110,7 +110,7 @@ def test_a_region_that_joins_from_a_folder_of_another_run(
     assert "region 2 holds checkpoints of another run" in caplog.text
     assert f"region 2 has no complete checkpoint of step {step}" in caplog.text
     assert {trainer.state.global_step for trainer in three} == {STEPS}
-    assert folders.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
+    assert folders.run_of(tmp_path / "region-2") == folders.run_of(tmp_path / "region-0") != 0
     # what the other run left is as it was, to go on from by its path; that of the same step has made room
     assert manifest.damage(checkpoint_of(tmp_path, 2, STEPS)) is None
     [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.run*")

@@ -39,7 +39,7 @@ SETTINGS = small(
         "cocodc": {"num_fragments": 3, "overlap_steps": 4, "sends_per_interval": 4},
     }
 ) | {"sparseloco": {"overlap_steps": 4, "merge": "additive", "top_k": 5}}
-FACTS = Facts(step=0, region=0, num_regions=2, num_lanes=1, settings={}, finished=False)
+FACTS = Facts(step=0, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False)
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 
 

@@ -102,7 +102,7 @@ def test_a_loop_with_a_limit_goes_on(held: set[str], tmp_path: Path, monkeypatch
     assert project.total_limit == 2
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*"))
     assert left == ["checkpoint_2", "checkpoint_3"]
-    assert [disk.facts_of(tmp_path / "checkpoints" / name).step for name in left] == [3, 4]
+    assert [disk.read(tmp_path / "checkpoints" / name).facts.step for name in left] == [3, 4]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -134,7 +134,7 @@ def test_two_regions_do_not_save_into_one_folder(named: bool, first: int, tmp_pa
     }
     checkpoint = folder if named else folder / "checkpoints" / "checkpoint_0"
     assert manifest.damage(checkpoint) is None
-    assert disk.facts_of(checkpoint).region == first
+    assert disk.read(checkpoint).facts.region == first
 
 
 def test_a_region_saves_again_into_its_folder_and_later_runs_do(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_region_saves_again_into_its_folder_and_later_runs_do(tmp_path: Path) 
         loop, home = Loop(link), tmp_path / f"machine-{place}"
         loop.begin()
         loop.train(4, lambda step: step > 2 and loop.accelerator.save_state(str(home)))
-        assert disk.facts_of(home).region == region
+        assert disk.read(home).facts.region == region
         assert len(list((home / "cocodc").glob("saved-by-*"))) == 1
 
     simulate(lambda region, link: body(region, link, region), regions=2)
@@ -193,7 +193,7 @@ def loop(folder: Path, body: Callable[[Accelerator, OuterOptimizer, Callable[[in
 def complete(folder: Path) -> list[int]:
     """Steps of the complete checkpoints, in the folder and beside it."""
     found = [each for each in (folder, folders._beside(folder)) if manifest.damage(each) is None]
-    return [disk.facts_of(each).step for each in found]
+    return [disk.read(each).facts.step for each in found]
 
 
 def test_a_complete_checkpoint_is_there_whatever_is_being_written(

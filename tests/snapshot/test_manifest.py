@@ -53,8 +53,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def whole(checkpoint: Path) -> Path:
     """A sealed checkpoint whose facts can be read."""
-    facts = Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False)
-    state.write(checkpoint, state.Saved({}, facts))
+    facts = Facts(step=4, region=0, members=(0,), num_lanes=1, settings={}, finished=False)
+    state.write(checkpoint, state.Saved({"layout": []}, facts))
     manifest.write(checkpoint, run=7)
     return checkpoint
 

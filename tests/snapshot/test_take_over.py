@@ -85,7 +85,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     own = taken_over(checkpoint)
     assert manifest.damage(own) is None
     assert folders.unusable(own) is None
-    assert state.facts_of(own).taken_over
+    assert state.read(own).facts.taken_over
     assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
     scheduler = torch.load(own / "scheduler.pt", weights_only=True)
     assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
