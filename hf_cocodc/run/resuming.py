@@ -20,10 +20,10 @@ from ..link.within import main_says
 from ..resolve import continuing, value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
-from ..snapshot import local_weights, manifest
+from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
-from ..snapshot.resume import CanResume
+from ..snapshot.resume import CanResume, damage_here
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
 from .newcomer import joins, place_for_bases, read_base
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
 def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
     """Raise CheckpointError if any byte of a checkpoint that Accelerate loads is damaged. A collective call of the ranks."""
-    wrong = main_says(link, accelerator, lambda: manifest.damage(checkpoint), f"the check of {checkpoint}")
+    wrong = damage_here(link, accelerator, checkpoint)
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 

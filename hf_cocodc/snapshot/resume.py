@@ -1,16 +1,15 @@
 """Regions choose the checkpoint that all of them resume from.
 
 Each region says what it was asked for and which checkpoints it holds. `choose`, the same pure rule in all regions, picks one. The
-files of that one are compared with its list, which costs a second per GB. Where it is damaged, the region takes it off its own
-list, and the rule is asked again.
+files of that one are compared with its list, which costs a second per GB. Where it is damaged, all take it off the region's
+holdings, and the rule is asked again.
 """
 
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +82,11 @@ class Holdings:
     run: Count = 0
     num_damaged: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
+
+    def without(self, step: int) -> "Holdings":
+        """What is left where the checkpoint of this step is damaged."""
+        held = tuple(each for each in self.held if each.step != step)
+        return replace(self, num_damaged=self.num_damaged + 1, held=held)
 
 
 class Choice(NamedTuple):
@@ -166,11 +170,10 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
             "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
         )
     if asked[first].is_exact:
-        checkpoint = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
-        start = Start(checkpoint, manifest.read(checkpoint).run)
+        start = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
     else:
         bounds = [each.step for each in asked.values() if each.step]
-        start = _of_all(link, Inventory(link, accelerator, folder), min(bounds, default=None))
+        start = _of_all(link, accelerator, folder, min(bounds, default=None))
     if start.checkpoint is not None:
         logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
@@ -235,9 +238,14 @@ def _of_region(checkpoint: Path, region: int) -> Path:
     return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
 
 
-def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
+def damage_here(link: Link, accelerator: Accelerator, checkpoint: Path) -> str | None:
+    """What is wrong with this region's checkpoint, as `manifest.damage` finds it. A collective call of the region's ranks."""
+    return main_says(link, accelerator, partial(manifest.damage, checkpoint), f"the check of {checkpoint}")
+
+
+def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Start:
     """The checkpoint at the path that this region was given. Raises CheckpointError unless it is good in every region."""
-    wrong = main_says(link, accelerator, partial(manifest.damage, checkpoint), f"the check of {checkpoint}")
+    wrong = damage_here(link, accelerator, checkpoint)
     own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
     verdicts = gather(link, own, "the checkpoint to resume from")
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
@@ -249,7 +257,7 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
             "region the path of its own checkpoint of one run."
         )
     if not bad:
-        return checkpoint
+        return Start(checkpoint, own.run)
     way_out = "Give the path of another one, or let regions find the newest that all of them have: resume_from_checkpoint=True"
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be resumed from: {wrong}. {way_out}.")
@@ -258,154 +266,117 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     )
 
 
-def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
-    """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's. Raises CheckpointError
-    if all are damaged, or the disk refuses.
+def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | None) -> Start:
+    """The newest checkpoint of step `bound` at most, hashed where it is held; a region that lacks it takes over another region's.
+
+    Raises:
+        CheckpointError: all are damaged, the number of the run cannot be read, or the disk refuses.
+        LinkError: another region sends no list of checkpoints.
     """
-    choice = inventory.choose(bound)
+    own, unused = main_says(
+        link,
+        accelerator,
+        partial(look, folder, bound),
+        "the check of this region's checkpoints",
+        partial(msgspec.convert, type=tuple[Holdings, dict[int, str]], str_keys=True),
+    )
+    holdings = _of_every_region(link, own)
+    while (choice := choose(holdings)).step:
+        checkpoint, wrong = folder / f"{folders.PREFIX}{choice.step}", None
+        if link.region in choice.holders:
+            wrong = damage_here(link, accelerator, checkpoint)
+        verdicts = gather(link, CanResume(wrong is None), f"the check of {checkpoint.name}")
+        bad = {region for region in choice.holders if region in verdicts and not verdicts[region].is_good}
+        if not bad and verdicts.keys() == holdings.keys():
+            break
+        if wrong is not None:
+            unused[choice.step] = wrong
+        holdings = {
+            region: each.without(choice.step) if region in bad else each
+            for region, each in holdings.items()
+            if region in verdicts  # else it was lost meanwhile
+        }
+    skipped = [
+        f"region {link.region}: {folder / f'{folders.PREFIX}{step}'} is not used: {wrong}."
+        for step, wrong in sorted(unused.items(), reverse=True)
+        if step > choice.step
+    ]
+    for sentence in skipped:
+        logger.warning("%s", sentence)
     if not choice.step:
-        inventory.refuse_damaged(bound)
+        _refuse_damaged(holdings, skipped, bound)
+        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        return Start(None, 0, skipped)
+    if own.held and own.run != choice.run:
+        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
+    elif link.region in choice.absent:
         logger.warning(
-            "no region has a complete checkpoint (%s in this one): starting from step 0.", inventory.folder
+            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+            *(link.region, choice.newest),
         )
-        return Start(None, 0, inventory.skipped)
-    checkpoint = inventory.folder / f"{folders.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         link.lead(
             lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
             "another region's checkpoint",
         )
-    return Start(checkpoint, choice.run, inventory.skipped)
+    return Start(checkpoint, choice.run, skipped)
 
 
-@dataclass
-class Inventory:
-    """A region's folder of checkpoints, as it shows them to the others.
+def _of_every_region(link: Link, own: Holdings) -> dict[int, Holdings]:
+    texts = spread_all(link, msgspec.json.encode(own), "its checkpoints", _MOST_BYTES)
+    link.count_broadcasts()  # they are not training's
+    holdings = {}
+    for region, text in texts.items():
+        try:
+            holdings[region] = msgspec.json.decode(text, type=Holdings)
+        except (ValueError, RecursionError) as error:
+            raise LinkError(
+                f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
+            ) from error
+    return holdings
 
-    All ranks of the region make the same calls in the same order; the main process looks at the disk.
 
-    Attributes:
-        skipped: one sentence for each checkpoint that was looked at and cannot be used.
-        holdings: what all regions have, once a choice was made.
+def look(folder: Path, bound: int | None = None) -> tuple[Holdings, dict[int, str]]:
+    """What lies in a region's folder, with checkpoints of step `bound` at most; and why others cannot be used, by their steps.
+    Raises CheckpointError if the number of the run cannot be read.
     """
-
-    link: Link
-    accelerator: Accelerator
-    folder: Path
-    skipped: list[str] = field(default_factory=list)
-    holdings: Mapping[int, Holdings] = field(default_factory=dict)
-    _damaged: dict[int, str] = field(default_factory=dict)
-
-    def tell(self, bound: int | None = None) -> dict[int, Holdings]:
-        """What all regions hold, with checkpoints of step `bound` at most. A collective call.
-
-        Raises:
-            CheckpointError: the number of the run cannot be read.
-            LinkError: another region sends no such list.
-        """
-        look = partial(self._look, bound)
-        own, self.skipped = main_says(
-            self.link, self.accelerator, look, "the check of this region's checkpoints"
-        )
-        texts = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
-        self.link.count_broadcasts()  # they are not training's
-        holdings = {}
-        for region, text in texts.items():
+    found = folders.checkpoints(folder)
+    # one that was copied there alone comes without it
+    readable = [path for path in found.values() if manifest.unreadable(path) is None]
+    copied = manifest.read(readable[-1]).run if readable else 0
+    run = folders.run_of(folder) if (folder / folders.RUN).exists() else copied
+    held: list[HeldCheckpoint] = []
+    unused, num_damaged = {}, 0
+    for step, path in reversed(found.items()):
+        if bound is not None and step > bound:
+            continue
+        wrong = folders.unusable(path, run)
+        if wrong is None:
             try:
-                holdings[region] = msgspec.json.decode(text, type=Holdings)
-            except (ValueError, RecursionError) as error:
-                raise LinkError(
-                    f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
-                ) from error
-        return holdings
-
-    def choose(self, bound: int | None = None) -> Choice:
-        """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
-
-        Step 0 may also mean that they have only damaged ones (`refuse_damaged`). Raises LinkError if a region lists a checkpoint
-        again that it has found damaged: this would never end.
-        """
-        link, own = self.link, self.link.region
-        found_damaged: set[tuple[int, int]] = set()
-        while True:
-            holdings = self.holdings = self.tell(bound)
-            for region, step in found_damaged:
-                if step in {each.step for each in holdings[region].held}:
-                    raise LinkError(
-                        f"region {region} lists {folders.PREFIX}{step}, which it has found damaged before. Look at its disk, "
-                        "then start all regions again."
-                    )
-            choice = choose(holdings)
-            if not choice.step:
-                break
-            path, wrong = self.folder / f"{folders.PREFIX}{choice.step}", None
-            if own in choice.holders:
-                wrong = main_says(
-                    link, self.accelerator, partial(manifest.damage, path), f"the check of {path}"
-                )
-            verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
-            bad = {(region, choice.step) for region, verdict in verdicts.items() if not verdict.is_good}
-            if not bad:
-                break
-            found_damaged |= bad
-            if wrong is not None:
-                self._damaged[choice.step] = wrong
-        for sentence in self.skipped:
-            logger.warning("%s", sentence)
-        if holdings[own].held and holdings[own].run != choice.run:
-            logger.warning("region %d holds checkpoints of another run: they are not used.", own)
-        elif own in choice.absent:
-            logger.warning(
-                "region %d was not there when the checkpoints of step %d were written: its own are not used.",
-                *(own, choice.newest),
-            )
-        return choice
-
-    def _look(self, bound: int | None) -> tuple[dict[str, Any], list[str]]:
-        """What this region holds, and a sentence for each newer checkpoint that cannot be used."""
-        run = self._run()
-        held: list[HeldCheckpoint] = []
-        skipped, num_damaged = [], 0
-        for step, path in reversed(folders.checkpoints(self.folder).items()):
-            if bound is not None and step > bound:
+                held.append(HeldCheckpoint(step, disk.read(path, with_values=False).facts.members))
                 continue
-            wrong = self._damaged.get(step) or folders.unusable(path, run)
-            if wrong is None:
-                try:
-                    facts = disk.read(path, with_values=False).facts
-                    held.append(HeldCheckpoint(step, facts.members))
-                    continue
-                except CheckpointError as error:
-                    wrong = str(error)
-            num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
-            if not held or step in self._damaged:
-                skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        return asdict(Holdings(run, num_damaged, tuple(held))), skipped
+            except CheckpointError as error:
+                wrong = str(error)
+        num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
+        unused[step] = wrong
+    return Holdings(run, num_damaged, tuple(held)), unused
 
-    def _run(self) -> int:
-        """The number of the run that writes there now, or of the newest checkpoint where the folder does not say: because it was
-        copied there.
-        """
-        if (self.folder / folders.RUN).exists():
-            return folders.run_of(self.folder)
-        readable = [p for p in folders.checkpoints(self.folder).values() if manifest.unreadable(p) is None]
-        return manifest.read(readable[-1]).run if readable else 0
 
-    def refuse_damaged(self, bound: int | None) -> None:
-        """Raise CheckpointError if a run cannot just begin from step 0."""
-        damaged = [region for region, each in self.holdings.items() if each.num_damaged]
-        if damaged:
-            raise CheckpointError(
-                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
-                + " ".join(self.skipped)
-                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
-                "(resume_from_checkpoint)."
-            )
-        if bound is not None:
-            raise CheckpointError(
-                f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
-                "start a new run: resume_from_checkpoint=None."
-            )
+def _refuse_damaged(holdings: Mapping[int, Holdings], skipped: Sequence[str], bound: int | None) -> None:
+    """Raise CheckpointError if a run cannot just begin from step 0."""
+    damaged = [region for region, each in holdings.items() if each.num_damaged]
+    if damaged:
+        raise CheckpointError(
+            f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
+            + " ".join(skipped)
+            + " Restore one of them, give its path, or start a new run in another folder, without --resume "
+            "(resume_from_checkpoint)."
+        )
+    if bound is not None:
+        raise CheckpointError(
+            f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
+            "start a new run: resume_from_checkpoint=None."
+        )
 
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:

@@ -26,7 +26,6 @@ from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
-from ..link.within import main_says
 from ..parts.tensors.flat import digests
 from ..resolve import continuing
 from ..run.journal import Journal
@@ -37,8 +36,7 @@ from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of
-from ..snapshot.manifest import damage
-from ..snapshot.resume import Start
+from ..snapshot.resume import Start, damage_here
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
 from .weights import load_pretrained_
@@ -96,9 +94,7 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     Returns `best`, or None if no region has it any more. Raises CheckpointError if regions know of different ones, or a region
     lacks it and no other region's can take its place.
     """
-    wrong = None
-    if best is not None:
-        wrong = main_says(link, accelerator, lambda: damage(best), f"the check of {best}")
+    wrong = None if best is None else damage_here(link, accelerator, best)
     step = 0 if best is None else int(best.name.removeprefix(PREFIX))
     scores = gather(
         link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from accelerate import Accelerator
 
-from hf_cocodc.errors import CheckpointError, LinkError
+from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
@@ -21,7 +21,7 @@ from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.manifest import sha256_of_all
-from hf_cocodc.snapshot.resume import Inventory, Start, checkpoint_to_resume, settle_in
+from hf_cocodc.snapshot.resume import Start, checkpoint_to_resume, settle_in
 
 FILES = (
     "model.safetensors",
@@ -196,24 +196,6 @@ def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) 
         )
 
 
-def test_a_region_that_lists_a_damaged_checkpoint_again_ends_the_search(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others would ask it for ever."""
-
-    class Forgets(dict):
-        def __setitem__(self, step: int, wrong: str) -> None:
-            pass
-
-    monkeypatch.setattr(manifest, "damage", lambda path: "its disk says so")
-
-    def body(region: int, link: Link) -> None:
-        Inventory(link, Accelerator(), whole.parent, _damaged=Forgets()).choose()
-
-    with pytest.raises(LinkError, match="region 0 lists checkpoint-4, which it has found damaged before"):
-        run_in_lockstep(1, body)
-
-
 def test_checkpoints_of_two_runs_at_two_paths_are_refused(whole: Path, tmp_path: Path) -> None:
     """Each is good by itself; together they would be a run that never was."""
     other = shutil.copytree(whole, tmp_path / "elsewhere" / whole.name)
@@ -248,7 +230,7 @@ def test_the_other_ranks_wait_for_hashes_without_a_time_out(
     monkeypatch.setattr(manifest, "sha256_of_all", noted_hashes)
 
     def body(region: int, link: Link) -> None:
-        Inventory(link, Accelerator(), whole.parent).choose()
+        checkpoint_to_resume(link, Accelerator(), whole.parent, True)
         outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
         OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
 
