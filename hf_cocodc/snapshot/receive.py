@@ -19,11 +19,10 @@ from ..net.letters import Member
 from ..net.pairs import Stream
 from ..net.validation import Count
 from ..status import tell
-from . import checkpoint as disk
-from . import folders, manifest
-from .donor import HEARTBEAT_S, Offer, OpenStream, offered
+from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered
 from .files import check_files, make_own
-from .frames import Frames
+from .folders import PREFIX
+from .manifest import saving
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ _AGAIN_S = 10.0
 
 
 class Received(NamedTuple):
-    """What all ranks of a region know of a base: its folder, which is a checkpoint that can be loaded; the region that wrote
+    """What all ranks of a region know of a base: its folder, a checkpoint without a list of its files; the region that wrote
     it; its inner step; the number of the run; and what the regions of the run agreed on before step 1.
     """
 
@@ -100,10 +99,9 @@ def receive(
         CheckpointError: what comes is no base, or the disk refuses.
     """
     ours = f".region-{region}{NAME}"
-    checkpoint = folder / f"{folders.PREFIX}{offer.step}{ours}"
-    half = checkpoint.with_name(f"{checkpoint.name}.half")
-    for old in (*folder.glob(f"{folders.PREFIX}*{ours}"), *folder.glob(f"{folders.PREFIX}*{ours}.half")):
+    for old in folder.glob(f"{PREFIX}*{ours}"):
         shutil.rmtree(old, ignore_errors=True)
+    base = folder / f"{PREFIX}{offer.step}{ours}"
     try:
         stream = open_stream(offer.number, _CONNECT_S, alive)
     except DonorLost:
@@ -117,18 +115,15 @@ def receive(
         patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
     try:
-        about, num_bytes = _receive_files(frames, half, donor, most)
+        about, num_bytes = _receive_files(frames, base, donor, most)
         run, started = _told(about)
-        with disk.saving(checkpoint):
-            make_own(half)
-            half.rename(checkpoint)
-        manifest.write(checkpoint, run)
+        make_own(base)
     except BaseException:
         frames.close()
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(base, ignore_errors=True)
         raise
     logger.info("a base of step %d has come from region %d.", offer.step, donor)
-    return Base(Received(checkpoint, donor, offer.step, run, started), frames, num_bytes)
+    return Base(Received(base, donor, offer.step, run, started), frames, num_bytes)
 
 
 def largest_base(model: nn.Module) -> int:
@@ -137,7 +132,7 @@ def largest_base(model: nn.Module) -> int:
     return _BYTES_OF_A_VALUE * values + _BASE_MARGIN
 
 
-def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
+def _receive_files(frames: Frames, into: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
     """Write the files of a base; returns what the donor says about it, and their bytes."""
     try:
         about = frames.receive()
@@ -150,8 +145,8 @@ def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[d
                 "others train: stop all regions, and resume them together."
             )
         for name, size in sizes.items():
-            with disk.saving(half):
-                _receive_file(frames, half / name, size)
+            with saving(into):
+                _receive_file(frames, into / name, size)
         return about, num_bytes
     except DonorLost:
         raise

@@ -34,9 +34,8 @@ from hf_cocodc.net.letters import from_plain as whereabouts
 from hf_cocodc.net.pairs import STREAMS, Stream
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot.checkpoint import Facts, put_together
-from hf_cocodc.snapshot.donor import offered
+from hf_cocodc.snapshot.donor import Frames, offered
 from hf_cocodc.snapshot.files import check_files
-from hf_cocodc.snapshot.frames import Frames
 from hf_cocodc.tools.doctor import others
 from hf_cocodc.tools.doctor.facts import lines
 from hf_cocodc.tools.doctor.others import places
