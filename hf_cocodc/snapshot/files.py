@@ -138,11 +138,11 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
     source = min(holders)
     if link.region not in holders:
         logger.warning(
-            "region %d has no complete checkpoint of step %s: it takes over region %d's.",
-            *(link.region, checkpoint.name.removeprefix(folders.PREFIX), source),
+            "region %d has no complete checkpoint of step %d: it takes over region %d's.",
+            *(link.region, folders.step_of(checkpoint), source),
         )
         with saving(checkpoint):
-            folders.make_room(checkpoint, run)
+            folders.make_room(checkpoint)
         _travel(link, source, {}, checkpoint)
         make_own(checkpoint)
         folders.begin_run(checkpoint.parent, run)

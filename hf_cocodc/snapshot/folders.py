@@ -65,7 +65,7 @@ def _check(text: str) -> str:
 
 def point(folder: Path) -> None:
     """Link the complete checkpoints of the run that writes to a region's folder beside it, and remove other links to there."""
-    good = {path.name for path in checkpoints(folder).values() if unusable(path) is None}
+    good = {path.name for path in usable(folder).values()}
     try:
         for link in folder.parent.glob(f"{PREFIX}*"):
             if (
@@ -140,12 +140,19 @@ def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
-    by_step = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        step = path.name.removeprefix(PREFIX)
-        if path.is_dir() and step.isdecimal():
-            by_step[int(step)] = path
+    by_step = {step_of(path): path for path in folder.glob(f"{PREFIX}*") if step_of(path) and path.is_dir()}
     return dict(sorted(by_step.items()))
+
+
+def usable(folder: Path, run: int | None = None) -> dict[int, Path]:
+    """Those checkpoints in a folder from which `run` can continue (see `unusable`)."""
+    return {step: path for step, path in checkpoints(folder).items() if unusable(path, run) is None}
+
+
+def step_of(checkpoint: Path) -> int:
+    """The inner step of `checkpoint-N`; 0 if a path has another name."""
+    step = checkpoint.name.removeprefix(PREFIX)
+    return int(step) if step.isdecimal() and checkpoint.name.startswith(PREFIX) else 0
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
@@ -175,19 +182,15 @@ def rotate_named(folder: Path, limit: int) -> None:
     discard([names[number] for number in sorted(names)[:-limit]], folder)
 
 
-def make_room(checkpoint: Path, run: int | None = None) -> None:
-    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now). A complete one is renamed,
-    because a user may have put files into it; what a killed process left is deleted.
+def make_room(checkpoint: Path) -> None:
+    """Clear the place of a checkpoint. A complete one is renamed: it may be another run's, or a user may have put files into it.
+    What a killed process left is deleted.
     """
     if not manifest.is_sealed(checkpoint):
         discard([checkpoint], checkpoint.parent)
         return
-    other = is_of_another_run(checkpoint, run)
-    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
-    aside = _free(checkpoint.with_name(name))
-    logger.warning(
-        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
-    )
+    aside = _free(checkpoint.with_name(f"{checkpoint.name}.replaced"))
+    logger.warning("%s is there already: it is renamed to %s.", checkpoint, aside)
     checkpoint.rename(aside)
 
 

@@ -212,19 +212,16 @@ def _asked_of_all(
 
     def of_this() -> ResumeRequest:
         if not wanted:
-            checkpoints = folders.checkpoints(folder).values()
-            has_some = any(folders.unusable(path) is None for path in checkpoints)
-            return ResumeRequest(False, has_some=has_some)
+            return ResumeRequest(False, has_some=bool(folders.usable(folder)))
         if wanted is True:
             return ResumeRequest(True)
-        path = Path(wanted)
-        step = path.name.removeprefix(folders.PREFIX)
+        path, step = Path(wanted), folders.step_of(Path(wanted))
         is_there = path.is_dir() or (folder / path.name).is_dir()
         is_beside = path.absolute().parent.resolve() == folder.absolute().parent.resolve()
-        if not step.isdecimal():
+        if not step:
             return ResumeRequest(True, is_exact=True, is_there=is_there)
         is_link = is_beside and (manifest.is_sealed(path) or not path.is_dir())
-        return ResumeRequest(True, not is_link, int(step), is_there)
+        return ResumeRequest(True, not is_link, step, is_there)
 
     what = "what to begin from"
     own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
@@ -344,7 +341,7 @@ def look(folder: Path, bound: int | None = None) -> tuple[Holdings, dict[int, st
     # one that was copied there alone comes without it
     readable = [path for path in found.values() if manifest.unreadable(path) is None]
     copied = manifest.read(readable[-1]).run if readable else 0
-    run = folders.run_of(folder) if (folder / folders.RUN).exists() else copied
+    run = folders.run_of(folder) or copied
     held: list[HeldCheckpoint] = []
     unused, num_damaged = {}, 0
     for step, path in reversed(found.items()):
@@ -384,8 +381,8 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     `save_total_limit` does not count them. Raises CheckpointError if the disk refuses.
     """
     run = start.run or run
-    for later, path in folders.checkpoints(folder).items():
-        if later > step and folders.unusable(path, run) is None:
+    for later, path in folders.usable(folder, run).items():
+        if later > step:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),

@@ -35,7 +35,7 @@ from ..run.starting import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
-from ..snapshot.folders import PREFIX, run_of
+from ..snapshot.folders import PREFIX, run_of, step_of
 from ..snapshot.resume import Start, damage_here
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
@@ -95,7 +95,7 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     lacks it and no other region's can take its place.
     """
     wrong = None if best is None else damage_here(link, accelerator, best)
-    step = 0 if best is None else int(best.name.removeprefix(PREFIX))
+    step = 0 if best is None else step_of(best)
     scores = gather(
         link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"
     )
@@ -328,7 +328,7 @@ class Best:
                 f"the best model, {best}, holds the shards of a {type(self._model).__name__}, which FSDP2 has not sharded yet. "
                 f"{way_out}"
             )
-        step = int(best.name.removeprefix(PREFIX))
+        step = step_of(best)
         load_pretrained_(self._model, best)
         self._restore_buffers(best)
         weights = {name: param.detach() for name, param in self._model.named_parameters()}
@@ -352,7 +352,7 @@ class Best:
     def _note(self, best: Path) -> None:
         """Note and log which weights the model holds now."""
         state = self._trainer.state
-        step = int(best.name.removeprefix(PREFIX))
+        step = step_of(best)
         self.loaded = step, float(state.best_metric)
         logger.info(
             "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",

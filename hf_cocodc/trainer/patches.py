@@ -20,7 +20,7 @@ from ..link.process_state import random_state_kept
 from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..snapshot.folders import PREFIX, make_room, point, rotate
+from ..snapshot.folders import PREFIX, make_room, point, rotate, step_of
 from ..snapshot.manifest import saving
 from . import hub, weights
 from .best import Best
@@ -230,8 +230,8 @@ class Patches:
         finally:
             trainer.args.save_total_limit = limit
         if trainer.args.should_save:
-            best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
-            rotate(folder, limit, outer.endings.saved_everywhere, {int(best)} if best.isdigit() else set())
+            best = step_of(Path(trainer.state.best_model_checkpoint or ""))
+            rotate(folder, limit, outer.endings.saved_everywhere, {best})
             point(folder)
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
