@@ -41,10 +41,10 @@ class CanResume(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint that a region can resume from, unless its files are damaged. `writers` are the regions that took part."""
+    """A checkpoint that a region can resume from, unless its files are damaged. `members` are the regions that took part."""
 
     step: Positive
-    writers: tuple[Count, ...]
+    members: tuple[Count, ...]
 
 
 class ResumeRequest(NamedTuple):
@@ -124,7 +124,7 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
     newest = max(step for steps in held.values() for step in steps)
     of_newest = {region: steps[newest] for region, steps in held.items() if newest in steps}
     # one of them may have been lost between their saves: the others have gone on without it
-    writers = set.intersection(*(set(each.writers) for each in of_newest.values()))
+    writers = set.intersection(*(set(each.members) for each in of_newest.values()))
     # a region that joined later has the newest one only if it took it over
     counting = {r: s for r, s in held.items() if s and (r in of_newest or r in writers)}
     common = set.intersection(*map(set, counting.values()))
