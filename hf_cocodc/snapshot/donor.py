@@ -52,10 +52,9 @@ _CHUNK = 1 << 17
 _LONGEST = 1 << 22
 """Bytes of the longest message."""
 _POLL_S = 0.5
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
-} | {"int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
 OpenStream = Callable[[int, float, Callable[[], object]], Stream]

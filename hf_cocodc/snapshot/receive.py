@@ -6,6 +6,7 @@ import queue
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,12 +103,8 @@ def receive(
     for old in folder.glob(f"{PREFIX}*{ours}"):
         shutil.rmtree(old, ignore_errors=True)
     base = folder / f"{PREFIX}{offer.step}{ours}"
-    try:
+    with _losing(f"region {donor} has offered a base, and is not reached"):
         stream = open_stream(offer.number, _CONNECT_S, alive)
-    except DonorLost:
-        raise
-    except LinkError as error:
-        raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
     frames = Frames(
         stream,
         bytes.fromhex(offer.token),
@@ -115,7 +112,8 @@ def receive(
         patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
     try:
-        about, num_bytes = _receive_files(frames, base, donor, most)
+        with _losing(f"region {donor} sends its base no more"):
+            about, num_bytes = _receive_files(frames, base, donor, most)
         run, started = _told(about)
         make_own(base)
     except BaseException:
@@ -134,24 +132,19 @@ def largest_base(model: nn.Module) -> int:
 
 def _receive_files(frames: Frames, into: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
     """Write the files of a base; returns what the donor says about it, and their bytes."""
-    try:
-        about = frames.receive()
-        sizes = check_files(about.get("files"), donor)
-        num_bytes = sum(sizes.values())
-        if num_bytes > most:
-            raise LinkError(
-                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
-                f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
-                "others train: stop all regions, and resume them together."
-            )
-        for name, size in sizes.items():
-            with saving(into):
-                _receive_file(frames, into / name, size)
-        return about, num_bytes
-    except DonorLost:
-        raise
-    except LinkError as error:
-        raise DonorLost(f"region {donor} sends its base no more: {error}") from error
+    about = frames.receive()
+    sizes = check_files(about.get("files"), donor)
+    num_bytes = sum(sizes.values())
+    if num_bytes > most:
+        raise LinkError(
+            f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
+            f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
+            "others train: stop all regions, and resume them together."
+        )
+    for name, size in sizes.items():
+        with saving(into):
+            _receive_file(frames, into / name, size)
+    return about, num_bytes
 
 
 def _receive_file(frames: Frames, path: Path, size: int) -> None:
@@ -178,28 +171,37 @@ def _told(about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
     """See `Base`."""
     try:
-        while True:
-            line = frames.receive()
-            why = short(line.get("why", line["kind"]), _LONGEST_WHY)
-            if line["kind"] == "item":
-                yield from_plain(frames.receive_tree(line, largest))
-            elif line["kind"] == "alive":
-                continue
-            elif line["kind"] == "end" and line.get("how") == "in":
-                return
-            elif line["kind"] == "end" and line.get("how") == "over":
-                raise RunOver(
-                    f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
-                    f"region {donor} and the others have the model."
-                )
-            else:
-                raise LinkError(f"{why}.")
+        with _losing(f"region {donor} sends its log no more"):
+            while True:
+                line = frames.receive()
+                why = short(line.get("why", line["kind"]), _LONGEST_WHY)
+                match line["kind"], line.get("how"):
+                    case "item", _:
+                        yield from_plain(frames.receive_tree(line, largest))
+                    case "alive", _:
+                        continue
+                    case "end", "in":
+                        return
+                    case "end", "over":
+                        raise RunOver(
+                            f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
+                            f"region {donor} and the others have the model."
+                        )
+                    case _:
+                        raise LinkError(f"{why}.")
+    finally:
+        frames.close()
+
+
+@contextmanager
+def _losing(what: str) -> Iterator[None]:
+    """Inside the block, an error of the stream means that the donor is lost; `what` says how."""
+    try:
+        yield
     except (RunOver, DonorLost):
         raise
     except LinkError as error:
-        raise DonorLost(f"region {donor} sends its log no more: {error}") from error
-    finally:
-        frames.close()
+        raise DonorLost(f"{what}: {error}") from error
 
 
 class Donors:

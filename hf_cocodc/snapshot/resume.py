@@ -164,7 +164,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     first = next((region for region, each in asked.items() if each.resumes), None)
     if first is None:
         return Start(None)
-    refuse_discord(asked)
+    refuse_discord(asked, first)
     if not asked[link.region].resumes:
         logger.warning(
             "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
@@ -179,12 +179,13 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     return start
 
 
-def refuse_discord(asked: Mapping[int, ResumeRequest]) -> None:
-    """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has.
+def refuse_discord(asked: Mapping[int, ResumeRequest], first: int) -> None:
+    """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has. Region
+    `first` is to resume.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
     """
-    first, wanted = next((region, each) for region, each in asked.items() if each.resumes)
+    wanted = asked[first]
     way_out = (
         "Give every region the same step, or let regions find the newest checkpoint that all of them have: "
         "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."

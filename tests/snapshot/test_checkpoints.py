@@ -22,7 +22,7 @@ from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folders, manifest
+from hf_cocodc.snapshot import manifest
 from hf_cocodc.snapshot.checkpoint import Facts
 from tests.methods import small
 from tests.toys import Blocks, Region
@@ -320,18 +320,6 @@ def test_regions_that_resume_from_different_steps_are_told(tmp_path: Path) -> No
 
     with pytest.raises(CheckpointError, match="region 0 resumes from step 1, region 1 from step 2"):
         run_in_lockstep(2, body)
-
-
-def test_rotation_keeps_what_some_region_may_still_need(tmp_path: Path) -> None:
-    """The newest that all regions have, later ones, and the best; however low the limit."""
-    for step in (1, 3, 5, 7, 9):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    folders.rotate(tmp_path, 4, 7, {3})
-    assert list(folders.checkpoints(tmp_path)) == [3, 5, 7, 9]
-    folders.rotate(tmp_path, 1, 7, {3})
-    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
-    folders.rotate(tmp_path, None, 9, set())
-    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
 
 
 def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

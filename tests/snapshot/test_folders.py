@@ -105,6 +105,29 @@ def test_a_loop_with_a_limit_goes_on(held: set[str], tmp_path: Path, monkeypatch
     assert [disk.read(tmp_path / "checkpoints" / name).facts.step for name in left] == [3, 4]
 
 
+def test_rotation_keeps_what_some_region_may_still_need(tmp_path: Path) -> None:
+    """The newest that all regions have, later ones, and the best; however low the limit."""
+    for step in (1, 3, 5, 7, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    folders.rotate(tmp_path, 4, 7, {3})
+    assert list(folders.checkpoints(tmp_path)) == [3, 5, 7, 9]
+    folders.rotate(tmp_path, 1, 7, {3})
+    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
+    folders.rotate(tmp_path, None, 9, set())
+    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
+
+
+def test_what_was_never_completed_is_rotated_and_what_another_run_has_completed_stays(tmp_path: Path) -> None:
+    for step, run in ((1, 6), (2, None), (3, 7), (4, 7)):
+        saved(tmp_path, step)
+        if run is not None:
+            (tmp_path / f"checkpoint-{step}" / "cocodc").mkdir()
+            manifest.write(tmp_path / f"checkpoint-{step}", run)
+    folders.begin_run(tmp_path, 7)
+    folders.rotate(tmp_path, 1, 4, set())
+    assert list(folders.checkpoints(tmp_path)) == [1, 4]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("named", [True, False], ids=["a path", "Accelerate's names"])
 def test_two_regions_do_not_save_into_one_folder(named: bool, first: int, tmp_path: Path) -> None:
