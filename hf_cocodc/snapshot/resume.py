@@ -164,7 +164,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     first = next((region for region, each in asked.items() if each.resumes), None)
     if first is None:
         return Start(None)
-    refuse_discord(asked, first)
+    _refuse_discord(asked, first)
     if not asked[link.region].resumes:
         logger.warning(
             "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
@@ -179,7 +179,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     return start
 
 
-def refuse_discord(asked: Mapping[int, ResumeRequest], first: int) -> None:
+def _refuse_discord(asked: Mapping[int, ResumeRequest], first: int) -> None:
     """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has. Region
     `first` is to resume.
 
@@ -274,10 +274,45 @@ def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | Non
     own, unused = main_says(
         link,
         accelerator,
-        partial(look, folder, bound),
+        partial(_look, folder, bound),
         "the check of this region's checkpoints",
         partial(msgspec.convert, type=tuple[Holdings, dict[int, str]], str_keys=True),
     )
+    choice, holdings = _choice_of_all(link, accelerator, folder, own, unused)
+    checkpoint = folder / f"{folders.PREFIX}{choice.step}"
+    skipped = [
+        f"region {link.region}: {folder / f'{folders.PREFIX}{step}'} is not used: {wrong}."
+        for step, wrong in sorted(unused.items(), reverse=True)
+        if step > choice.step
+    ]
+    for sentence in skipped:
+        logger.warning("%s", sentence)
+    if not choice.step:
+        _refuse_damaged(holdings, skipped, bound)
+        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        return Start(None, 0, skipped)
+    own = holdings[link.region]
+    if own.held and own.run != choice.run:
+        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
+    elif link.region in choice.absent:
+        logger.warning(
+            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+            *(link.region, choice.newest),
+        )
+    if len(choice.holders) < link.num_regions:
+        link.lead(
+            lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
+            "another region's checkpoint",
+        )
+    return Start(checkpoint, choice.run, skipped)
+
+
+def _choice_of_all(
+    link: Link, accelerator: Accelerator, folder: Path, own: Holdings, unused: dict[int, str]
+) -> tuple[Choice, dict[int, Holdings]]:
+    """The choice of all regions, hashed where it is held, and what they hold undamaged. What is found damaged in this region goes
+    into `unused`.
+    """
     holdings = _of_every_region(link, own)
     while (choice := choose(holdings)).step:
         checkpoint, wrong = folder / f"{folders.PREFIX}{choice.step}", None
@@ -294,30 +329,7 @@ def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | Non
             for region, each in holdings.items()
             if region in verdicts  # else it was lost meanwhile
         }
-    skipped = [
-        f"region {link.region}: {folder / f'{folders.PREFIX}{step}'} is not used: {wrong}."
-        for step, wrong in sorted(unused.items(), reverse=True)
-        if step > choice.step
-    ]
-    for sentence in skipped:
-        logger.warning("%s", sentence)
-    if not choice.step:
-        _refuse_damaged(holdings, skipped, bound)
-        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
-        return Start(None, 0, skipped)
-    if own.held and own.run != choice.run:
-        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
-    elif link.region in choice.absent:
-        logger.warning(
-            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
-            *(link.region, choice.newest),
-        )
-    if len(choice.holders) < link.num_regions:
-        link.lead(
-            lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
-            "another region's checkpoint",
-        )
-    return Start(checkpoint, choice.run, skipped)
+    return choice, holdings
 
 
 def _of_every_region(link: Link, own: Holdings) -> dict[int, Holdings]:
@@ -334,15 +346,14 @@ def _of_every_region(link: Link, own: Holdings) -> dict[int, Holdings]:
     return holdings
 
 
-def look(folder: Path, bound: int | None = None) -> tuple[Holdings, dict[int, str]]:
+def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
     """What lies in a region's folder, with checkpoints of step `bound` at most; and why others cannot be used, by their steps.
     Raises CheckpointError if the number of the run cannot be read.
     """
-    found = folders.checkpoints(folder)
-    # one that was copied there alone comes without it
-    readable = [path for path in found.values() if manifest.unreadable(path) is None]
-    copied = manifest.read(readable[-1]).run if readable else 0
-    run = folders.run_of(folder) or copied
+    found, run = folders.checkpoints(folder), folders.run_of(folder)
+    if not run:  # checkpoints were copied there alone
+        runs = [manifest.read(path).run for path in found.values() if manifest.unreadable(path) is None]
+        run = runs[-1] if runs else 0
     held: list[HeldCheckpoint] = []
     unused, num_damaged = {}, 0
     for step, path in reversed(found.items()):
