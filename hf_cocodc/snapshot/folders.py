@@ -292,8 +292,6 @@ def is_saved(folder: Path, step: int) -> bool:
     earlier run may lie there too, or one that this run saved before it went on.
     """
     checkpoint = folder / f"{PREFIX}{step}"
-    if manifest.unreadable(checkpoint) is not None:
-        return False
     noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
     if noted != f"{run_of(folder)} {step}".encode():
         return False
