@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 from hf_cocodc.link.base import Arrival, ArrivedHandle, FixedMembers, MeanRequest
 from hf_cocodc.link.calls import MeanCall
 from hf_cocodc.parts.tensors.memory import HOST, Buffers
+from tests.far import FAR
 
 _READS = {
     Tensor.item,
@@ -42,6 +43,8 @@ _COPIES = {
     torch.ops.aten.copy_.default,
     torch.ops.aten._foreach_copy_.default,
 }
+_OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
+"""Operations that read nothing of what they write to."""
 
 
 class Waited(AssertionError):
@@ -53,12 +56,14 @@ class Fake:
 
     Attributes:
         calls: number of torch's operations so far, views included.
+        kernels: number of those that touch memory of the device.
+        moved: bytes that these read and write there.
     """
 
     def __init__(self) -> None:
         self.is_training = True
         self.answer = 1.0
-        self.calls = 0
+        self.calls = self.kernels = self.moved = 0
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -118,7 +123,33 @@ class _Calls(TorchDispatchMode):
             waits = not (kwargs.get("non_blocking") or True in args[2:])
             if len(devices) > 1 and waits:
                 raise Waited(f"{func} copies between {sorted(devices)} and waits for it")
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        moved = _moved(func, args, kwargs, found)
+        self._fake.moved += moved
+        self._fake.kernels += moved > 0
+        return found
+
+
+def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> int:
+    """Bytes that an operation reads and writes on the device. A view, and memory that nobody has written yet, cost nothing."""
+    returns, takes = func._schema.returns, func._schema.arguments
+    name = func._schema.name.rpartition("::")[2]
+    if name.startswith(("empty", "new_empty", "detach")) or func.namespace in _ASKING:
+        return 0
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+        return 0
+    given = {each.name: value for each, value in zip(takes, args, strict=False)} | kwargs
+    written = [each.name for each in takes if each.alias_info is not None and each.alias_info.is_write]
+    only_written = written if name in _OVERWRITES or "out" in written else []
+    reads = [value for each, value in given.items() if each not in only_written]
+    writes = [given[each] for each in written] if written else [found]
+    return sum(map(_bytes_of, (reads, writes)))
+
+
+def _bytes_of(values: Any) -> int:
+    """Of the tensors on the device; an expanded one has those of its memory."""
+    tensors = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor) and each.device == FAR]
+    return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
 
 
 @contextmanager
@@ -165,6 +196,7 @@ class FakeLink(FixedMembers):
 
     Attributes:
         calls: torch's operations in that thread, for each transfer.
+        kernels, moved: see `Fake`, of that thread alone, for all transfers.
     """
 
     region, lane, num_lanes, agreement, timing, awaits = 0, 0, 1, None, "none", None
@@ -172,12 +204,16 @@ class FakeLink(FixedMembers):
     def __init__(self, fake: Fake, num_regions: int = 2) -> None:
         self._fake, self.num_regions = fake, num_regions
         self.calls: list[int] = []
+        self.kernels = self.moved = 0
 
     def mean(self, request: MeanRequest) -> ArrivedHandle:
         call = MeanCall(NoWire(self.num_regions), self.members, request, Buffers(HOST, request.home.device))
         arrivals: list[Arrival] = []
+        kernels, moved = self._fake.kernels, self._fake.moved
         with self._fake.elsewhere():
             self.calls.append(self._fake.count(lambda: arrivals.append(call.run())))
+        self.kernels += self._fake.kernels - kernels
+        self.moved += self._fake.moved - moved
         return ArrivedHandle(arrivals[0])
 
     def total(self, values: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class FragmentState:
         def compute() -> int:
             with aside(self.home.device):
                 departure.wait(flat)
-                self.home.settle()
+                self.home.finish_copies()
                 return digest(flat)
 
         return compute
@@ -200,7 +200,7 @@ class FragmentState:
             found = squares([view for values in measured for view in cut.views(values)]).view(2, -1)
             sums[:2, cut.params[0] : cut.params[-1] + 1].add_(_spread(found, cut.params))
         first, second, numels = info.total(sums.view(-1)).view(3, count).unbind()
-        return merge.scales(first.sqrt(), second.sqrt(), numels).unbind()
+        return merge.scales(first.sqrt(), second.sqrt(), numels, info).unbind()
 
     def _is_sound(self, info: MergeInfo) -> Tensor:
         """Whether the local params are finite, in all lanes: a scalar on the device."""

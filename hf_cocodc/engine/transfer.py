@@ -66,6 +66,14 @@ class Transfer:
     handle: Handle = field(init=False)
 
 
+def unknown_tokens() -> InputError:
+    """The error where shares follow tokens of which nobody has told the number."""
+    return InputError(
+        "outer.weights=tokens weighs regions by the tokens that they train on, but nobody has said how many an inner "
+        "step had. Give them with every step (outer.step(loss, tokens=...)), or set outer.weights=steps or equal."
+    )
+
+
 class Shares:
     """Counts what this region has `trained`, and computes its shares (`outer.weights`).
 
@@ -84,10 +92,7 @@ class Shares:
     def count(self, tokens: int | None) -> None:
         """Count an inner step on so many tokens (None: unknown). Raises InputError if shares follow tokens that are unknown."""
         if tokens is None and self._rule == "tokens":
-            raise InputError(
-                "outer.weights=tokens weighs regions by the tokens that they train on, but nobody has said how many an inner "
-                "step had. Give them with every step (outer.step(loss, tokens=...)), or set outer.weights=steps or equal."
-            )
+            raise unknown_tokens()
         steps, sum_so_far = self.trained
         self.trained = Trained(steps + 1, sum_so_far + (tokens or 0))
 

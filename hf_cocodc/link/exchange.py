@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import RegionLostError, short
 from ..net.view import LARGEST, UnderWay, View
 from ..parts.codecs.base import Message, Reply, decode_slices, slices, swaps_whole, weighted_mean
-from ..parts.tensors.memory import Buffers, Home, has_streams
+from ..parts.tensors.memory import Buffers, Home
 
 SMALLEST = 1 << 13
 """Limits for the bytes of a frame: small enough to keep all connections busy, large enough to be worth an operation."""
@@ -92,7 +92,7 @@ class Exchange:
                 values = self._decode(other, self._take(expected), part.stop - part.start)
                 self._home.store(mean[part], values)
         view.wait(self._sent, self._what)
-        self._finish_copies()  # the next message comes into this memory
+        self._home.finish_copies()  # the next message comes into this memory
         self._buffers.give(*self._lent)
         return Reply(mean, self._decode_own)
 
@@ -135,16 +135,11 @@ class Exchange:
         """Bring a payload to the host, and start to send it."""
         if payload.device.type != "cpu":
             payload = self._take_buffer(payload.numel()).copy_(payload, non_blocking=True)
-            self._finish_copies()
+            self._home.finish_copies()
         for place, frame in frames(payload, self._view.connections):
             for other in others:
                 self._sent.append(self._view.send(other, frame, tag, index + place, self._what))
                 self.bytes_sent += frame.numel()
-
-    def _finish_copies(self) -> None:
-        """Wait until the device has read or written memory of the host that sockets use next."""
-        if has_streams(self._home.device):
-            torch.cuda.current_stream(self._home.device).synchronize()
 
     def _take_buffer(self, num_bytes: int) -> Tensor:
         buffer = self._buffers.take(num_bytes, torch.uint8)

@@ -3,6 +3,7 @@
 A fixed run and an elastic one have the same link. In a fixed run every loss fails all calls.
 """
 
+import ctypes
 import logging
 import math
 import threading
@@ -555,7 +556,7 @@ class TcpLink:
 
     def _work(self, generation: int) -> None:
         """The link's thread: it makes attempts, and ends calls that have completed, in order."""
-        _use_one_thread()
+        use_one_thread()
         while True:
             with self._changed:
                 while generation == self._generation and not self._ready and not self._may_begin():
@@ -986,15 +987,17 @@ class TcpLink:
         return error
 
 
-def _use_one_thread() -> None:
-    """Let torch compute in this thread alone on the host: its other threads are busy with training."""
-    before = torch.get_num_threads()
-    if before > 1:
-        torch.set_num_threads(1)
-        # torch gives the number that was set last to threads that begin later: another thread sets it back
-        keeper = threading.Thread(target=torch.set_num_threads, args=(before,))
-        keeper.start()
-        keeper.join()
+def use_one_thread() -> None:
+    """Let torch compute in this thread alone on the host: its other threads are busy with training.
+
+    `torch.set_num_threads` would also set the number of all threads that begin later, those of the user among them. OpenMP and
+    MKL, which it tells, keep one number for each thread.
+    """
+    torch.get_num_threads()  # torch tells a thread's number to both once, now
+    libraries = ctypes.CDLL(torch._C.__file__)
+    for tell in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        if hasattr(libraries, tell):  # not in every build of torch
+            getattr(libraries, tell)(1)
 
 
 def left_behind(region: int, why: str = rules.LATE) -> LeftBehind:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import demands
-from .codecs.base import exactly
 from .info import MergeInfo, MergeSlice
 
 _MAX_CURVATURE = 10.0
@@ -25,8 +24,8 @@ class Merge(NamedTuple):
         reads_local: whether the result depends on the local params. If not, the result is the new global params.
         measure: (slice, info) -> two tensors. The engine calls it for all slices before the first `apply`, and gives the norms
             of both for each parameter, over all ranks that hold shards of it, to `scales`. None if `apply` needs no norms.
-        scales: (norms of the first, of the second, numbers of values), each 1-D fp64 over the parameters -> a number for each
-            parameter, likewise. `apply` finds them in `MergeSlice.scales`.
+        scales: (norms of the first, of the second, numbers of values, info), each of the three 1-D fp64 over the parameters -> a
+            number for each parameter, likewise. `apply` finds them in `MergeSlice.scales`.
         reads_lr: whether the result depends on `MergeInfo.flight_lr`.
     """
 
@@ -34,7 +33,7 @@ class Merge(NamedTuple):
     keeps_local_steps: bool
     reads_local: bool = True
     measure: Callable[[MergeSlice, MergeInfo], tuple[Tensor, Tensor]] | None = None
-    scales: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    scales: Callable[[Tensor, Tensor, Tensor, MergeInfo], Tensor] | None = None
     reads_lr: bool = False
 
 
@@ -126,36 +125,42 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     def additive(here: MergeSlice, info: MergeInfo) -> Tensor:
         return (here.local - here.snapshot).add_(here.new_global) if info.staleness else here.new_global
 
+    # with d = tau u, the second line above is theta <- Theta - (d + lambda / tau d d D): fewer passes over memory
     def terms(here: MergeSlice, info: MergeInfo) -> tuple[Tensor, Tensor]:
-        """u and u u D."""
-        update = (here.snapshot - here.local).div_(exactly(max(info.staleness, 1), here.local))
-        return update, (here.new_global - here.snapshot).mul_(update).mul_(update)
+        """d and d D."""
+        steps = here.snapshot - here.local
+        return steps, (here.new_global - here.snapshot).mul_(steps)
 
-    def joined(update: Tensor, curvature: Tensor, here: MergeSlice, info: MergeInfo) -> Tensor:
-        return torch.sub(here.new_global, update.add_(curvature), alpha=info.staleness)
+    def norms(here: MergeSlice, info: MergeInfo) -> tuple[Tensor, Tensor]:
+        steps, curvature = terms(here, info)
+        return steps, curvature.mul_(steps)
+
+    def joined(steps: Tensor, curvature: Tensor, here: MergeSlice) -> Tensor:
+        return torch.sub(here.new_global, steps.addcmul_(steps, curvature))
 
     def scaled(here: MergeSlice, info: MergeInfo) -> Tensor:
         factor = strength if mode == "fixed" else strength / info.flight_lr if info.flight_lr else 0.0
         if not info.staleness or not factor:
             return additive(here, info)
-        update, curvature = terms(here, info)
-        return joined(update, curvature.mul_(factor), here, info)
+        steps, curvature = terms(here, info)
+        return joined(steps, curvature.mul_(factor / info.staleness), here)
 
     def adapted(here: MergeSlice, info: MergeInfo) -> Tensor:
         if not info.staleness:
             return here.new_global
-        update, curvature = terms(here, info)
+        steps, curvature = terms(here, info)
         torch._foreach_mul_(list(curvature.split_with_sizes(here.sizes)), list(here.scales))
-        return joined(update, curvature, here, info)
+        return joined(steps, curvature, here)
 
-    def scales(updates: Tensor, curvatures: Tensor, numels: Tensor) -> Tensor:
-        wanted = torch.minimum(strength * updates / curvatures, _MAX_CURVATURE * numels / updates.square())
-        return torch.where(curvatures > 0, wanted, 0.0)
+    def scales(steps: Tensor, curvatures: Tensor, numels: Tensor, info: MergeInfo) -> Tensor:
+        """lambda / tau."""
+        most = _MAX_CURVATURE * info.staleness * numels / steps.square()
+        return torch.where(curvatures > 0, torch.minimum(strength * steps / curvatures, most), 0.0)
 
     if mode == "additive" or strength == 0:
         return Merge(additive, keeps_local_steps=True)
     if mode == "adaptive":
-        return Merge(adapted, keeps_local_steps=True, measure=terms, scales=scales)
+        return Merge(adapted, keeps_local_steps=True, measure=norms, scales=scales)
     return Merge(scaled, keeps_local_steps=True, reads_lr=mode == "lr_normalized")
 
 

@@ -11,8 +11,6 @@ import logging
 import math
 from typing import Any, NamedTuple, Protocol
 
-from .standing import sound
-
 logger = logging.getLogger(__name__)
 
 ScheduleState = dict[str, Any]
@@ -87,6 +85,29 @@ class Schedule(Protocol):
         The engine does not call `events` before it. New measurements cannot move it forward: they arrive only at events.
         """
         ...
+
+
+def sound(schedule: Schedule, state: dict[str, Any], num_fragments: int) -> None:
+    """Check a state that was saved, or comes from another region, against a fresh one: keys and lengths are the same, and
+    `in_flight` lists [fragment, inner step, ...].
+
+    Raises TypeError or ValueError if the schedule never has it with so many fragments.
+    """
+    fresh = schedule.init(num_fragments)
+    flying = state.get("in_flight", [])
+    is_sound = state.get("num_fragments", num_fragments) == num_fragments
+    is_sound &= all(_alike(state[name], fresh[name]) for name in fresh if name != "in_flight")
+    is_sound &= all(_alike(each, [0] * max(len(each), 2)) and each[0] < num_fragments for each in flying)
+    if not is_sound:
+        raise ValueError(f"the schedule's state is not one of {num_fragments} fragments")
+    schedule.next_event(0, state)  # reads what is in flight
+
+
+def _alike(value: Any, form: Any) -> bool:
+    """Whether `value` has a count where `form` has one, and lists as long."""
+    if not isinstance(form, list):
+        return type(value) is int and value >= 0
+    return isinstance(value, list) and len(value) == len(form) and all(map(_alike, value, form))
 
 
 class _Periodic:

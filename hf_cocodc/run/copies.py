@@ -38,7 +38,7 @@ class _Probe:
         self.search()
 
     @property
-    def _values(self) -> Tensor:
+    def values(self) -> Tensor:
         return local_shard(self._param).reshape(-1)
 
     def search(self) -> None:
@@ -60,16 +60,14 @@ class _Probe:
                 self.search()
         if not self._copies:
             return
-        values = self._values.float()
+        values = self.values.float()
         step = torch.zeros_like(values) if self._before is None else values - self._before
         if self._change is not None:
             assert self._step is not None
             self._looks += 1
             # regions agree on much: a landing, with outer_lr below 1, and the next step point in opposite directions
             back = torch.dot(self._step - step, self._change) / torch.dot(self._change, self._change)
-            is_copied = torch.stack(
-                [_cast(each, self._values).eq(self._values).all() for each in self._copies]
-            )
+            is_copied = torch.stack([_cast(each, self.values).eq(self.values).all() for each in self._copies])
             undone = is_copied.any() & (back > _BACK)
             is_first = self._undone is None
             self._undone = undone if self._undone is None else self._undone | undone
@@ -84,7 +82,7 @@ class _Probe:
         if self._before is None or not self._copies:
             return
         self.refuse()
-        values = self._values.float()
+        values = self.values.float()
         change = values - self._before
         if bool(change.any()):
             self._change, self._before = change, values.clone()
@@ -95,12 +93,12 @@ class _Probe:
             raise InputError(undoes(type(self.optimizer).__name__))
 
     def _equals(self, tensor: Tensor) -> bool:
-        values = self._values
+        values = self.values
         return torch.equal(_cast(tensor, values), values)
 
     def _tensors(self) -> Iterator[Tensor]:
         """Tensors of the optimizer that may be copies of the parameter."""
-        values = self._values
+        values = self.values
         memory = values.untyped_storage().data_ptr()
         for tensor in _reachable(self.optimizer, set(), _DEEPEST):
             if id(tensor) in self._trained or tensor is self._param.grad or not tensor.is_floating_point():
@@ -126,6 +124,10 @@ class Copies:
             probe = next((param for param in sorted(mine, key=_numel) if _is_telling(param)), None)
             if probe is not None:
                 self._probes.append(_Probe(part, probe, trained))
+
+    def values(self) -> list[Tensor]:
+        """Copies, as bytes, of some values that each class of optimizers trains."""
+        return [probe.values.clone().view(torch.uint8) for probe in self._probes]
 
     def look(self) -> None:
         for probe in self._probes:

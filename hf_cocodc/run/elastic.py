@@ -11,30 +11,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-from accelerate import Accelerator
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, LeftBehind
 from ..link.log import Marker
 from ..link.records import Ending, Words
 from ..link.spreading import gather
-from ..link.within import main_says
 from ..net.letters import Member
 from ..settings import RegionConfig
 from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import write_base
 from ..status import tell
 from .newcomer import JoiningRank
-from .saving import facts_of
 from .session import RegionSession
-
-if TYPE_CHECKING:
-    from .outer_optimizer import OuterOptimizer
+from .training import Training
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _AGAIN_S = 1.0
 _SAY_S = 60.0
@@ -68,33 +60,41 @@ def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:
 
 
 class Elastic:
-    """One rank's part in it. `session` is the leader's side, None elsewhere; bases lie in `folder`, the same for all ranks."""
+    """One rank's part in it.
+
+    Args:
+        folder: of bases, the same for all ranks.
+        coast: makes an inner step without training, and finishes with the others if they do.
+        end: ends the run here: all its inner steps are made.
+    """
 
     def __init__(
         self,
-        outer: "OuterOptimizer",
-        accelerator: Accelerator,
-        session: RegionSession | None,
+        training: Training,
         regions: RegionConfig,
         folder: Path,
+        coast: Callable[[], None],
+        end: Callable[[], None],
     ) -> None:
-        self._outer, self._accelerator, self._session = outer, accelerator, session
+        self._training, self._coast, self._end = training, coast, end
         self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
         self._leaves = ""  # why it does; empty if it does not
         self._has_left = False
         self._left_behind: LeftBehind | None = None
-        self._newcomer = JoiningRank(outer, accelerator, session, folder, self._say)
-        outer.journal.earlier = self._events
+        self._newcomer = JoiningRank(training, folder)
+        training.journal.earlier = self._events
 
-    def begin(self, joined: Callable[[int, int], object] | None = None) -> None:
-        """Begin training with the regions that have met; or, with `joined`, where they are by then (`JoiningRank.follow`)."""
-        if joined is not None:
-            self._is_in(self._newcomer.begin(joined))
+    def begin(self, is_new: bool) -> None:
+        """Begin training with the regions that have met; a new one where they are by then."""
+        if is_new:
+            self._is_in(self._newcomer.begin())
             return
-        link, journal = self._outer.link, self._outer.journal
-        number = 0 if self._session is None else self._session.link.epoch.number
-        members = list(link.members)
-        journal.write("epoch", step=self._outer.inner_step, epoch=number, losses=0, members=members, why="")
+        training, session = self._training, self._training.session
+        number = 0 if session is None else session.link.epoch.number
+        members = list(training.link.members)
+        training.journal.write(
+            "epoch", step=training.inner_step, epoch=number, losses=0, members=members, why=""
+        )
 
     def guard(self, step: Callable[[], Words | None]) -> None:
         """Make an inner step and do what comes after it; come back if the others have gone on without this region."""
@@ -105,7 +105,7 @@ class Elastic:
             self._after(words)
         except LeftBehind as error:
             if self._leaves:
-                self._outer.endings.end("leave", f"the others have gone on without this region: {error}")
+                self._training.endings.end("leave", f"the others have gone on without this region: {error}")
                 return
             self.come_back(error)
 
@@ -120,26 +120,28 @@ class Elastic:
             yield
         except LeftBehind as error:
             self._left_behind = error
-            sentence = f"region {self._outer.link.region} goes without {what}, and comes back at its next inner step: {error}"
+            sentence = f"region {self._training.link.region} goes without {what}, and comes back at its next inner step: {error}"
             logger.warning(sentence)
-            self._outer.journal.write("note", step=self._outer.inner_step, message=sentence)
+            self._training.journal.write("note", step=self._training.inner_step, message=sentence)
 
     def close(self) -> None:
         """Call before the link is closed."""
-        self._outer.journal.write_earlier()
+        self._training.journal.write_earlier()
 
     def _after(self, words: Words | None) -> None:
         """Do what comes after the events of an inner step, which have landed `words`."""
-        outer, region = self._outer, self._outer.link.region
-        self._outer.journal.write_earlier()
+        training, region = self._training, self._training.link.region
+        self._training.journal.write_earlier()
         self._newcomer.after_step()
         if words is not None:
             has_said = region in words and words[region].ending is Ending.LEAVING
-            self._has_left = has_said and self._say(lambda session: session.link.is_leaving, "who leaves")
-        if outer.should_stop or outer.is_at_the_end:
+            self._has_left = has_said and self._training.say(
+                lambda session: session.link.is_leaving, "who leaves"
+            )
+        if training.is_over or training.is_at_the_end:
             return
         is_to_leave = False
-        if words is not None or self._accelerator.num_processes == 1:
+        if words is not None or self._training.accelerator.num_processes == 1:
             is_to_leave = self._act_on_news()
         if words is not None and len(words) < self._least:  # the others wait here: a region leaves from there
             self._hold()
@@ -159,7 +161,7 @@ class Elastic:
 
     def _act_on_news(self) -> bool:
         """Give newcomers a base; returns whether this region is to leave now."""
-        news = self._say(self._news, "what newcomers want", _news_in)
+        news = self._training.say(self._news, "what newcomers want", _news_in)
         for member in news.wants:
             self._give_base(member)
         if not news.leaves or self._leaves:
@@ -173,43 +175,45 @@ class Elastic:
         now = sorted(member for member in session.wants.copy() if not session.is_ending(member))
         session.wants.difference_update(now)
         wanted = tuple(member for member in now if not session.offers_again(member))
-        return News(wanted, session.leaves or self._outer.endings.leaves)
+        return News(wanted, session.leaves or self._training.endings.leaves)
 
     def _give_base(self, member: Member) -> None:
         """Let a newcomer have a base of this moment, and the log from now on. A collective call of the region's ranks."""
-        outer, session = self._outer, self._session
+        training, session = self._training, self._training.session
         logger.info(
-            "region %d gives region %d a base of step %d", outer.link.region, member.region, outer.inner_step
+            "region %d gives region %d a base of step %d",
+            training.link.region,
+            member.region,
+            training.inner_step,
         )
-        facts = facts_of(outer)
-        saved = Saved(outer.synchronizer.state_dict(), facts)
+        saved = Saved(training.engine.state_dict(), training.facts)
         if session is None:
             return
         folder = self._folder / f"base-{member.ticket}"
         try:
-            write_base(folder, saved, outer.link.lane, outer.model, outer.inner())
+            write_base(folder, saved, training.link.lane, training.model, training.loop.inner())
         except CheckpointError as error:
             logger.warning("region %d gets no base here: %s", member.region, error)
             session.refuse_base(member, str(error))
             return
-        about = {"run": outer.started.get("run", 0), "started": outer.started}
-        session.give(member, folder, outer.inner_step, about)
+        about = {"run": training.started.get("run", 0), "started": training.started}
+        session.give(member, folder, training.inner_step, about)
 
     def _hold(self) -> None:
         """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""
-        outer, began, warned_at = self._outer, time.monotonic(), -_SAY_S
-        step, least = outer.inner_step, self._least
+        training, began, warned_at = self._training, time.monotonic(), -_SAY_S
+        step, least = training.inner_step, self._least
         while True:
             waited_s = time.monotonic() - began
-            ending = Ending.LEAVING if self._leaves else outer.endings.word.ending
-            own = TooFew(waited_s > self._wait_s, ending, outer.link.knows)
-            answers = gather(outer.link, own, f"who waits for more regions at step {step}")
-            self._outer.journal.write_earlier()
-            outer.endings.hear({region: each.ending for region, each in answers.items()}, step)
-            if outer.should_stop:
+            ending = Ending.LEAVING if self._leaves else training.endings.word.ending
+            own = TooFew(waited_s > self._wait_s, ending, training.link.knows)
+            answers = gather(training.link, own, f"who waits for more regions at step {step}")
+            self._training.journal.write_earlier()
+            training.endings.hear({region: each.ending for region, each in answers.items()}, step)
+            if training.is_over:
                 return
             if any(each.has_waited for each in answers.values()):
-                outer.endings.end(
+                training.endings.end(
                     "stop",
                     f"only {len(answers)} of at least {least} regions (regions.min) take part, and no other came within "
                     f"{self._wait_s:g} s (regions.wait_s)",
@@ -224,66 +228,68 @@ class Elastic:
                 )
                 tell(f"waiting for more regions: {len(answers)} of {least}")
             known = min(each.knows for each in answers.values())
-            members = self._say(partial(_regroup, known), "who comes in or leaves")
-            self._outer.journal.write_earlier()
-            if outer.link.region not in members:
-                since = min(each.sent_at for each in outer.synchronizer.facts)
+            members = self._training.say(partial(_regroup, known), "who comes in or leaves")
+            self._training.journal.write_earlier()
+            if training.link.region not in members:
+                since = min(each.sent_at for each in training.engine.facts)
                 if since < step:
                     logger.warning(
                         "the others get nothing of what this region has trained since step %d.", since
                     )
-                outer.synchronizer.wait_for_transfers()
-                outer.endings.end("leave", self._leaves)
+                training.engine.wait_for_transfers()
+                training.endings.end("leave", self._leaves)
                 return
             if len(members) >= least:
                 tell("training")
                 return
-            if self._act_on_news() and self._session is not None:
-                self._session.leave()
+            if self._act_on_news() and self._training.session is not None:
+                self._training.session.leave()
             time.sleep(_AGAIN_S)
 
     def _say_that_it_leaves(self, why: str) -> None:
-        outer = self._outer
+        training = self._training
         self._leaves = why
-        outer.link.leave_note(why)
-        if self._session is not None:
-            self._session.leaves = why
-            self._session.say_doing()
-        if outer.link.num_regions > 1:
-            sentence = f"region {outer.link.region} leaves ({why}): the others go on without it."
+        training.link.leave_note(why)
+        if self._training.session is not None:
+            self._training.session.leaves = why
+            self._training.session.say_doing()
+        if training.link.num_regions > 1:
+            sentence = f"region {training.link.region} leaves ({why}): the others go on without it."
             logger.warning(sentence)
-            outer.journal.write("note", step=outer.inner_step, message=sentence)
+            training.journal.write("note", step=training.inner_step, message=sentence)
 
     def _leave(self) -> None:
         """Leave in good order: what this region has trained reaches the others first. The last region stops the run; one whose
         run ends before it has left ends with the others.
         """
-        outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
-        if outer.link.num_regions == 1:
+        training, endings, since = self._training, self._training.endings, self._training.inner_step
+        if training.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)
             return
 
         def may_go_on() -> bool:
-            return not outer.should_stop and not outer.is_at_the_end
+            return not training.is_over and not training.is_at_the_end
 
-        endings.while_coasting()  # the loop comes no more to what is due at this step
-        while may_go_on() and any(each.sent_at <= since for each in outer.synchronizer.facts):
-            outer.coast_one()
+        training.loop.stand_in()  # the loop comes no more to what is due at this step
+        while may_go_on() and any(each.sent_at <= since for each in training.engine.facts):
+            self._coast()
         endings.tell(ending=Ending.LEAVING)
-        if self._session is not None:
-            self._session.leave()
+        if self._training.session is not None:
+            self._training.session.leave()
         is_cut_off = False
         while may_go_on() and not self._has_left and not is_cut_off:
-            outer.coast_one()
-            is_cut_off = self._say(lambda session: session.is_cut_off, "whether the coordinator answers")
-        if outer.should_stop:
+            self._coast()
+            is_cut_off = self._training.say(
+                lambda session: session.is_cut_off, "whether the coordinator answers"
+            )
+        if training.is_over:
             return
-        if outer.is_at_the_end:  # a change counts from the next step on, and there is none
+        if training.is_at_the_end:  # a change counts from the next step on, and there is none
             endings.tell(ending=Ending.NO)
-            outer.end()
+            self._end()
         elif self._has_left:
-            outer.synchronizer.wait_for_transfers()
-            outer.link.tick(outer.inner_step + 1)
+            training.engine.wait_for_transfers()
+            training.link.tick(training.inner_step + 1)
             endings.end("leave", self._leaves)
         else:
             endings.end(
@@ -292,20 +298,9 @@ class Elastic:
 
     def _events(self) -> list[tuple[str, dict[str, Any]]]:
         """What has happened to the run, for the journal."""
-        events = deque() if self._session is None else self._session.link.events
+        events = deque() if self._training.session is None else self._training.session.link.events
         happened = []
         while events:
             kind, facts = events.popleft()
-            happened.append((kind, {"step": self._outer.inner_step, **facts}))
+            happened.append((kind, {"step": self._training.inner_step, **facts}))
         return happened
-
-    def _say(
-        self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = lambda plain: plain
-    ) -> T:
-        """What `call` returns on the leader, in all ranks."""
-
-        def on_the_leader() -> T:
-            assert self._session is not None
-            return call(self._session)
-
-        return main_says(self._outer.link, self._accelerator, on_the_leader, what, read)

@@ -77,10 +77,7 @@ class Endings:
             has the reason in words.
         is_hopeless: whether the verdict is to stop because training cannot go on as it is (`stop`).
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
-        keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
         leaves: why this region alone is to leave; empty if it is not.
-        while_coasting: called after each inner step whose rest the loop leaves out, because this region trains no more: what
-            else the others need of it then.
     """
 
     def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
@@ -89,9 +86,7 @@ class Endings:
         self.is_hopeless = False
         self.why = ""
         self.saved_everywhere = 0
-        self.keep_link = False
         self.leaves = ""
-        self.while_coasting: Callable[[], None] = lambda: None
         self._link, self._policy, self._max_steps = link, policy, max_steps
 
     def tell(self, **news: Any) -> None:

@@ -12,8 +12,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from ..engine.transfer import unknown_tokens
 from ..errors import InputError, shown
+from ..link.within import ranks_of_region
 from ..newer import INNER
+from ..parts.tensors.memory import is_capturing
 from .copies import Copies
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class InnerOptimizer:
         self._model, self._reads_lr = model, reads_lr
         self.times_anew = 0
         self._is_clipped = False
-        self._counted = False
+        self._counted = self._is_watched = False
         self._steps: list[int] = []
         for part in self._parts:
             refuse_two_sets_of_weights(part)
@@ -147,7 +150,10 @@ class InnerOptimizer:
 
         Optimizers that are not PyTorch's have no hooks, and are not counted. A step that a gradient scaler skips is none. Of
         several optimizers one may step more often than others: all of them must have stepped twice without a call.
+
+        A step that a CUDA graph captures is none, and its replays call no hooks.
         """
+        self._is_watched = True
         parts = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self._steps, depths = [0] * len(parts), [0] * len(parts)
 
@@ -157,6 +163,8 @@ class InnerOptimizer:
         def ends(number: int, *_: Any) -> None:
             depths[number] -= 1
             if depths[number]:
+                return
+            if is_capturing():
                 return
             self._steps[number] += 1
             if self._steps[number] == 2 and min(self._steps) >= 2:
@@ -179,13 +187,24 @@ class InnerOptimizer:
         """Note that `outer.step()` was called after the optimizers' steps."""
         self._counted, self._steps = True, [0] * len(self._steps)
 
-    def refuse_uncounted(self) -> None:
+    def note_weights(self, inner_step: int) -> None:
+        """Remember with which weights training begins at this inner step."""
+        self._began_at, self._began_with = inner_step, self.copies.values()
+
+    def refuse_uncounted(self, inner_step: int) -> None:
         """Raise InputError if the optimizers have made steps in this run, and `count` was never called: they would be lost. One
-        step after the last call is in the last round.
+        step after the last call is in the last round. Steps without hooks, as of a graph's replays, show in the weights.
         """
-        if any(self._steps) and not self._counted:
+        if self._counted or not self._is_watched:
+            return
+        if any(self._steps):
             raise InputError(
                 f"{self._name} has made {max(self._steps)} step(s), and nobody has called `outer.step()`. {_MISSING}"
+            )
+        if inner_step == self._began_at and not all(map(torch.equal, self._began_with, self.copies.values())):
+            raise InputError(
+                f"the weights that {self._name} trains have changed, and nobody has called `outer.step()`. {_MISSING} A CUDA "
+                "graph that has captured the optimizer's step needs it after each replay."
             )
 
     @property
@@ -314,24 +333,66 @@ class Tokens:
         self.counted = counted
         self._accelerator, self._alike = accelerator, alike
         self._noted: Any = None
+        self._failure: InputError | None = None
 
     def note(self, tokens: Any) -> None:
         """Add the tokens of a micro-batch of this rank: a number, or a tensor of one, on any device."""
         if self.counted:
             self._noted = tokens if self._noted is None else self._noted + tokens
 
-    def take(self) -> int | None:
-        """The region's tokens since the last call, by a collective call of its ranks; None if none were noted. Raises
-        InputError if their number is not a whole number from 0.
+    def fail(self, error: InputError) -> None:
+        """Note that a micro-batch has no tokens that can be counted: `take` raises `error` in all ranks. A single rank need not
+        wait for it.
         """
-        if self._noted is None:
+        if self._is_alone:
+            raise error
+        self._failure = self._failure or error
+
+    def take(self) -> int | None:
+        """The region's tokens since the last call, by a collective call of its ranks; None if they are not counted. Raises
+        InputError, the same in all ranks, if one of them has noted none, or no whole number from 0.
+        """
+        if not self.counted:
             return None
-        noted, self._noted = float(self._noted), None
-        if noted < 0 or not noted.is_integer():
-            raise InputError(
-                f"outer.step(tokens={noted:g}): the tokens of an inner step must be a whole number from 0."
-            )
-        if self._alike or self._accelerator.num_processes == 1:
-            return int(noted)
-        own = torch.tensor([int(noted)], dtype=torch.int64, device=self._accelerator.device)
-        return int(self._accelerator.reduce(own, "sum"))
+        noted, failure, number = self._noted, self._failure, 0
+        self._noted = self._failure = None
+        try:
+            number = _whole(noted)
+        except InputError as error:
+            failure = failure or error
+        if not self._is_alone:
+            return self._sum(number, failure)
+        if failure is not None:
+            raise failure
+        return number
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._alike or self._accelerator.num_processes == 1
+
+    def _sum(self, number: int, failure: InputError | None) -> int:
+        """The sum over all ranks, if none of them has failed: a leader that fails alone would keep the others waiting."""
+        own = torch.tensor(
+            [[failure is not None, number]], dtype=torch.int64, device=self._accelerator.device
+        )
+        rows = self._accelerator.gather(own).tolist()
+        failed = [rank for rank, (has_failed, _) in enumerate(rows) if has_failed]
+        if failed:
+            message = ranks_of_region().say(failed[0], str(failure), "the tokens of an inner step")
+            raise InputError(message) from failure
+        return sum(number for _, number in rows)
+
+
+def _whole(tokens: Any) -> int:
+    """The number of tokens. Raises InputError if nobody has noted any, or if it is no whole number from 0."""
+    if tokens is None:
+        raise unknown_tokens()
+    try:
+        number = float(tokens)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number < 0 or not number.is_integer():
+        raise InputError(
+            f"outer.step(tokens={shown(tokens)}): the tokens of an inner step must be a whole number from 0."
+        )
+    return int(number)

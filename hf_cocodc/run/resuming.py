@@ -5,6 +5,7 @@ An outer optimizer sees each later `load_state`. Of an earlier one Accelerate ke
 
 import logging
 import secrets
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
+from ..link.rules import Standing
 from ..link.spreading import gather, spread
 from ..link.within import main_says
 from ..resolve import continuing, value_in
@@ -23,10 +25,12 @@ from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
+from ..snapshot.receive import Received, received_in
 from ..snapshot.resume import CanResume, damage_here
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
-from .newcomer import joins, place_for_bases, read_base
+from .loop import PlainLoop
+from .session import session_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +90,57 @@ def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
     local_weights.restore(model, checkpoint / local_weights.weights_file(lane), local_weights.buffers(model))
 
 
+def joins(link: Link, accelerator: Accelerator) -> bool:
+    """Whether this region is a newcomer without a base. All ranks of the region call this together."""
+    if not link.is_elastic:
+        return False
+
+    def is_joining() -> bool:
+        session = session_of(link)
+        assert session is not None
+        return session.link.standing is Standing.JOINING
+
+    return main_says(link, accelerator, is_joining, "whether this region joins")
+
+
+def get_base(link: Link, accelerator: Accelerator, folder: Path) -> Received:
+    """Get a base from a member of the run, into `folder`. All ranks of the region call this together.
+
+    Raises:
+        LinkError: no member gives one.
+        CheckpointError: what comes is no base, or the disk refuses.
+    """
+
+    def get() -> Received:
+        session = session_of(link)
+        assert session is not None
+        return session.get_base(folder)
+
+    return main_says(link, accelerator, get, "a base from another region", received_in)
+
+
+def place_for_bases(link: Link, accelerator: Accelerator, journal: str | Path | None) -> Path:
+    """A folder for bases that all ranks of the region reach: beside the journal, if there is one."""
+    if journal is not None or not link.is_elastic:
+        return Path(journal or ".").absolute().parent
+    return Path(
+        main_says(link, accelerator, lambda: tempfile.mkdtemp(prefix="hf_cocodc-"), "a folder for bases")
+    )
+
+
+def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> tuple[Saved, int]:
+    """Get a base for a plain loop, which continues from it: the engine's state, and the run's number. Raises like
+    `get_base`.
+    """
+    received = get_base(link, accelerator, folder)
+    base = received.folder
+    saved = disk.read_own(link, base)
+    PlainLoop(accelerator).load_inner(base)
+    # global params come with the engine: this is what is not trained, such as buffers
+    local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
+    return saved, received.run
+
+
 class StartPoint(NamedTuple):
     """What a region's training goes on from.
 
@@ -93,14 +148,12 @@ class StartPoint(NamedTuple):
         saved: a checkpoint, or another region's base; None to begin at step 0.
         started: what the regions agreed on before step 1, for newcomers; JSON-able.
         is_new: whether this region joins a run that trains.
-        follows: whether it has yet to catch up with that run. Otherwise Trainer's callback does.
         bases: folder in which all ranks of the region find bases.
     """
 
     saved: Saved | None
     started: dict[str, Any]
     is_new: bool
-    follows: bool
     bases: Path
 
 
@@ -112,23 +165,21 @@ def start_point(
     saved: Saved | None,
     loaded: Loaded,
     journal: str | Path | None,
-    agreed: bool,
+    started: dict[str, Any] | None,
 ) -> StartPoint:
     """What a region goes on from: what it was given, what its accelerator has `loaded`, or the base of a run that it joins.
 
-    A collective call of all regions where none joins. `agreed`: they have agreed on `saved` before, as Trainer's callback does.
+    A collective call of all regions where none joins. `started`: what they have agreed on before, with `saved`, if they have.
     Raises like `agree_on_beginning`, and LinkError if no member of the run that it joins gives a base.
     """
     bases, is_new = place_for_bases(link, accelerator, journal), joins(link, accelerator)
-    follows = is_new and saved is None
-    started: dict[str, Any] = {}
-    if follows:
-        saved, run = read_base(link, accelerator, model, bases)
+    if started is None:
+        if is_new and saved is None:
+            saved, run = read_base(link, accelerator, model, bases)
+        else:
+            saved, run = agree_on_beginning(link, accelerator, model, inner, saved, loaded)
         started = {"run": run}
-    elif not agreed:
-        saved, run = agree_on_beginning(link, accelerator, model, inner, saved, loaded)
-        started = {"run": run}
-    return StartPoint(saved, started, is_new, follows, bases)
+    return StartPoint(saved, started, is_new, bases)
 
 
 def config_of(

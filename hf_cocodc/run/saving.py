@@ -1,51 +1,30 @@
 """Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
 
-from ..link.base import Link
 from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
 from ..snapshot import folders, local_weights
-from ..snapshot.checkpoint import Facts, Saved
-from .inner_optimizer import InnerOptimizer
+from ..snapshot.checkpoint import Saved
 from .resuming import in_all, refuse_damaged, restore_buffers
-
-if TYPE_CHECKING:
-    from .outer_optimizer import OuterOptimizer
+from .training import Training
 
 
-def facts_of(outer: "OuterOptimizer") -> Facts:
-    """What identifies the run of an outer optimizer, as it is now."""
-    link = outer.link
-    return Facts(
-        step=outer.inner_step,
-        region=link.region,
-        members=tuple(link.members),
-        num_lanes=link.num_lanes,
-        settings=outer.settings,
-        finished=outer.finished,
-        journal=outer.journal.name,
-        stopping=outer.endings.verdict == "stop",
-        model=dict(outer.about.model),
-        facts=dict(outer.about.facts),
-    )
-
-
-def write(
-    accelerator: Accelerator, link: Link, model: nn.Module, checkpoint: Path, saved: Saved, whole: bool
-) -> None:
+def write(training: Training, checkpoint: Path, whole: bool = False) -> None:
     """Write every lane's part into a checkpoint that is not complete yet. A collective call of the region's ranks.
 
-    `model` is unwrapped, with the local weights. If `whole`, our own file holds all of them; else it holds buffers, and the
-    caller saves the parameters. Raises CheckpointError if the disk refuses.
+    If `whole`, our own file holds all local weights; else it holds buffers, and the caller saves the parameters. Raises
+    CheckpointError if the disk refuses, LeftBehind if the others have gone on without this region.
     """
+    accelerator, link, model = training.accelerator, training.link, training.model
+    saved = Saved(training.engine.state_dict(), training.facts)
     main_says(link, accelerator, lambda: disk.begin(checkpoint), f"the folder {checkpoint}")
     if accelerator.is_main_process or link.lane:
         kept = local_weights.kept(model, saved.synchronized)
@@ -56,49 +35,55 @@ def write(
             local_weights.write(checkpoint / local_weights.weights_file(link.lane), own, unsaved)
 
 
-def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
+def seal(training: Training, checkpoint: Path) -> None:
     """Declare a checkpoint complete, once every rank has written its part. A collective call of the region's ranks."""
     what = f"all parts of {checkpoint}"
-    wait_for_ranks(accelerator, what)
-    main_says(link, accelerator, lambda: disk.seal(checkpoint), "the hashes of a checkpoint")
-    wait_for_ranks(accelerator, what)  # the leader must not end before the others have heard of it
+    wait_for_ranks(training.accelerator, what)
+    main_says(
+        training.link, training.accelerator, lambda: disk.seal(checkpoint), "the hashes of a checkpoint"
+    )
+    wait_for_ranks(training.accelerator, what)  # the leader must not end before the others have heard of it
+    training.endings.tell(saved_at=training.inner_step)
+    if training.link.num_regions == 1:
+        training.endings.saved_everywhere = training.inner_step
 
 
 def hook_into_saving(
-    accelerator: Accelerator, outer: "OuterOptimizer", inner: InnerOptimizer
+    training: Training, spare: Callable[[str], AbstractContextManager[None]]
 ) -> list[Callable[[], Any]]:
-    """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this. Warns if
-    `save_state` leaves out state of `inner`.
+    """Let `accelerator.save_state` and `load_state` save and load the run too; returns functions that undo this. Warns if
+    `save_state` leaves out state of the inner optimizer. `spare` stands around what a region can do without.
 
     Accelerate calls hooks before it writes or reads its own files, but our last part must come after them: the two methods of
     this accelerator are therefore wrapped.
     """
+    accelerator, link = training.accelerator, training.link
     folder: list[Path] = []
     read: list[Saved] = []
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         folder[:] = [Path(output_dir)]
-        inner.warn_of_unsaved(accelerator)
-        outer.save(output_dir)
+        training.inner.warn_of_unsaved(accelerator)
+        write(training, folder[0])
 
     def before_loading(models: Any, input_dir: str) -> None:
         checkpoint = Path(input_dir)
-        refuse_damaged(outer.link, accelerator, checkpoint)
+        refuse_damaged(link, accelerator, checkpoint)
         folder[:] = [checkpoint]
-        read[:] = [disk.read_own(outer.link, checkpoint)]
+        read[:] = [disk.read_own(link, checkpoint)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
-        spent, link, run = outer.timer(), outer.link, outer.started.get("run", 0)
+        spent, number = training.timer(), training.started.get("run", 0)
         given, home = _folders(accelerator, *args, **kwargs)
         into = given or Path(accelerator.project_dir or ".")
         # else nobody else can save there, or be told apart
-        if home is not None and link.most_regions > 1 and run:
-            mine = partial(folders.claim, home, run, link.region, link.members)
+        if home is not None and link.most_regions > 1 and number:
+            mine = partial(folders.claim, home, number, link.region, link.members)
             main_says(link, accelerator, mine, f"whose folder {home} is")  # before Accelerate writes anything
         result, project = None, accelerator.project_configuration
         limit = project.total_limit
-        with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
+        with spare(f"a checkpoint of step {training.inner_step}"), disk.saving(into):
             if given is not None:
                 place = main_says(
                     link, accelerator, partial(folders.place_to_save, given), f"the place of {given}", Path
@@ -112,13 +97,13 @@ def hook_into_saving(
                 result = save_state(*args, **kwargs)
             finally:
                 project.total_limit = limit or project.total_limit
-            outer.seal(folder[0])
+            seal(training, folder[0])
             if given is not None:
                 main_says(link, accelerator, partial(folders.move_in, given), f"the new files of {given}")
                 result = str(given)
             if limit and project.automatic_checkpoint_naming and accelerator.is_main_process:
                 folders.rotate_named(folder[0].parent, limit)
-            outer.journal.write_later("save", step=outer.inner_step, **spent())
+            training.journal.write_later("save", step=training.inner_step, **spent())
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:
@@ -127,12 +112,12 @@ def hook_into_saving(
         def load() -> None:
             if given is not None:
                 home = Path(given).expanduser()
-                main_says(outer.link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
+                main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
             load_state(*args, **kwargs)
-            restore_buffers(outer.model, folder[0], outer.link.lane)
+            restore_buffers(training.model, folder[0], link.lane)
 
-        in_all(outer.link, load, "what regions load")
-        outer.load(read[0])
+        in_all(link, load, "what regions load")
+        training.load(read[0])
 
     hooks = [
         accelerator.register_save_state_pre_hook(before_saving),

@@ -1,28 +1,158 @@
 """What the regions of a Trainer agree on before step 1: the length of the run, and when they save and evaluate."""
 
+import logging
 import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import torch
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, HandshakeError, InputError
 from ..link.base import Link
-from ..run.newcomer import get_base, joins
-from ..run.outer_optimizer import OuterOptimizer
-from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, check_same_habits
-from ..snapshot.donor import Inner
-from ..snapshot.folders import PREFIX
+from ..link.spreading import gather
+from ..run.resuming import get_base, joins
 from ..snapshot.receive import Received
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
+NEVER, UNKNOWN = 0, -1
+
+
+class Beginning(NamedTuple):
+    """What a region begins with: inner steps that it would make, whether its learning rate schedule is made over them already,
+    and a number for the run, of which the lowest region's counts for all.
+    """
+
+    max_steps: int
+    is_fixed: bool
+    run: int
+
+
+class Habits(NamedTuple):
+    """When a region saves and evaluates. What is not named here is Trainer's setting.
+
+    Attributes:
+        saves: inner steps between two checkpoints; NEVER, or UNKNOWN after epochs of unknown length.
+        evaluates: inner steps between two evaluations; as `saves`.
+        averages: whether it evaluates the mean of the regions' own global weights (eager updates).
+        metric: checksum of the metric by which Trainer decides, and of which values are better; 0 if there is none.
+        saves_best: whether it saves where an evaluation was the best.
+    """
+
+    saves: int
+    evaluates: int
+    eval_delay: float
+    eval_on_start: bool
+    averages: bool
+    metric: int
+    load_best_model_at_end: bool
+    saves_best: bool
+
+
+def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] = _NOTHING) -> Beginning:
+    """The smallest `max_steps` of all regions, and the lowest region's number for the run. A collective call.
+
+    Shards of different lengths make epochs of different lengths. `before` is what a member tells a newcomer, by region: the run
+    keeps its length and its number. Raises HandshakeError if a region cannot make fewer steps any more, or a newcomer not as
+    many.
+    """
+    for member, agreed in before.items():
+        if own.max_steps < agreed.max_steps:
+            raise HandshakeError(
+                f"region {link.region} would make {own.max_steps} inner steps, but the run that it joins makes "
+                f"{agreed.max_steps} (region {member} says so). Give it as much data, or the same max_steps."
+            )
+        own = own._replace(run=agreed.run)
+    by_region = {**before, **gather(link, own, "the number of inner steps")}
+    max_steps = min(other.max_steps for other in by_region.values())
+    for region, other in by_region.items():
+        if other.is_fixed and other.max_steps > max_steps:
+            raise HandshakeError(
+                f"region {region} would make {other.max_steps} inner steps, another region {max_steps}. Its learning rate "
+                "schedule is longer, and made already: its Trainer was told of CoCoDCCallback too late. Give the callback to "
+                "Trainer's constructor, or call callback.attach(trainer) before trainer.train()."
+            )
+    if max_steps < own.max_steps:
+        logger.warning(
+            "region %d would make %d inner steps, another region %d: all make %d.",
+            *(link.region, own.max_steps, max_steps, max_steps),
+        )
+    return Beginning(max_steps, own.is_fixed, by_region[min(by_region)].run)
+
+
+def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _NOTHING) -> None:
+    """Check that all regions save at the same inner steps, and evaluate if they need each other for it. A collective call.
+
+    `before` is what a member tells a newcomer, by region. Raises HandshakeError if two regions differ.
+    """
+    by_region = {**before, **gather(link, own, "when a region saves and evaluates")}
+    _check_same_interval({r: habits.saves for r, habits in by_region.items()}, "saves", "save")
+    if len(by_region) == 1 or not any(habits.averages or habits.metric for habits in by_region.values()):
+        return
+    _check_same(
+        "load_best_model_at_end", {r: habits.load_best_model_at_end for r, habits in by_region.items()}
+    )
+    _check_same("save_strategy=best", {r: habits.saves_best for r, habits in by_region.items()})
+    if any(habits.averages for habits in by_region.values()):
+        uses = {r: "global" if habits.averages else "local" for r, habits in by_region.items()}
+        _check_same("evaluate_on", uses)
+    lowest = min(by_region)
+    other = next((r for r, habits in by_region.items() if habits.metric != by_region[lowest].metric), None)
+    if other is not None:
+        raise HandshakeError(
+            f"region {lowest} and region {other} have different metrics to decide by. Give eval_strategy, "
+            "metric_for_best_model and greater_is_better the same values in every region."
+        )
+    evaluates = {r: habits.evaluates for r, habits in by_region.items()}
+    unknown = next((r for r, steps in evaluates.items() if steps == UNKNOWN), None)
+    if unknown is not None:
+        raise HandshakeError(
+            f"region {unknown} evaluates after epochs of unknown length, but all regions must do it together. "
+            "Set eval_strategy=steps, and the same eval_steps in every region."
+        )
+    _check_same_interval(evaluates, "evaluates", "eval")
+    _check_same("eval_on_start", {r: habits.eval_on_start for r, habits in by_region.items()})
+    if any(evaluates.values()):
+        _check_same("eval_delay", {r: f"{habits.eval_delay:g}" for r, habits in by_region.items()})
+
+
+def _check_same(setting: str, values: Mapping[int, Any]) -> None:
+    """Raises HandshakeError if the regions' values of a setting differ."""
+    lowest = min(values)
+    for region, value in values.items():
+        if value != values[lowest]:
+            raise HandshakeError(
+                f"{setting}={values[lowest]} in region {lowest}, but {value} in region {region}: all regions must evaluate "
+                "together. Give it the same value in every region."
+            )
+
+
+def _check_same_interval(by_region: Mapping[int, int], verb: str, setting: str) -> None:
+    """Raises HandshakeError if intervals differ. `setting` is the prefix of Trainer's settings: "save" or "eval"."""
+    known = {region: steps for region, steps in by_region.items() if steps != UNKNOWN}
+    for region, steps in known.items():
+        first = min(known)
+        if steps == known[first]:
+            continue
+        way_out = f"Give {setting}_strategy and {setting}_steps the same values in every region."
+        if NEVER not in known.values():
+            way_out = (
+                f"If the interval is an epoch, their shards differ in length: set {setting}_strategy=steps and "
+                f"{setting}_steps={min(known.values())} in every region."
+            )
+        often = [f"every {each}" if each else "never" for each in (known[first], steps)]
+        unit = " inner steps" if known[first] else ""
+        raise HandshakeError(
+            f"region {first} {verb} {often[0]}{unit}, region {region} {often[1]}, but all regions must do it together. {way_out}"
+        )
 
 
 def refuse_epochs(args: TrainingArguments) -> None:
@@ -45,22 +175,6 @@ def base_for(link: Link, trainer: Trainer) -> Received | None:
     return get_base(link, trainer.accelerator, Path(trainer.args.output_dir or "."))
 
 
-def take_part(trainer: Trainer, outer: OuterOptimizer, agreed: Beginning, habits: Habits) -> None:
-    """Let newcomers begin as this Trainer would, and let it go along when its region jumps to another inner step."""
-    outer.inner = lambda: _inner_of(trainer)
-    outer.has_jumped = lambda before, after: jump(trainer, before, after)
-    outer.takes_over = lambda base: take_best(trainer, base)
-    outer.started = {"run": agreed.run, "Beginning": list(agreed), "Habits": list(habits)}
-
-
-def take_best(trainer: Trainer, base: Path) -> None:
-    """Take over the best model so far from the region that wrote a base: this one has missed evaluations."""
-    state, theirs = trainer.state, TrainerState.load_from_json(str(base / "trainer_state.json"))
-    state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
-    step, folder = theirs.best_global_step, Path(trainer.args.output_dir or ".")
-    state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
-
-
 def told(received: Received | None, kind: type[T]) -> Mapping[int, T]:
     """For a newcomer, what the regions of a run have agreed on before step 1; nothing for others. Raises CheckpointError if its
     base has something else there.
@@ -74,58 +188,6 @@ def told(received: Received | None, kind: type[T]) -> Mapping[int, T]:
             f"region {received.donor} sends a base without what the regions agreed on before step 1 ({kind.__name__}: {error}). "
             "Do all regions have the same version of hf_cocodc?"
         ) from error
-
-
-def jump(trainer: Trainer, before: int, after: int) -> None:
-    """Let a Trainer's count of steps and its learning rate jump to a later inner step; its data goes on where it is."""
-    control = trainer.control
-    go_along(trainer, after)
-    control.should_save = control.should_evaluate = control.should_log = False  # the others did it then
-    schedule = trainer.lr_scheduler
-    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) and not _waits_for_metrics(schedule):
-        for _ in range(after - before):
-            schedule.step()
-
-
-def go_along(trainer: Trainer, step: int) -> None:
-    """Let a Trainer's count of steps go along to a later inner step that was not trained."""
-    skipped = step - trainer.state.global_step
-    trainer.state.global_step = step
-    # Trainer divides sums of losses by the steps since these two: only trained ones count
-    trainer._initial_global_step += skipped
-    trainer._globalstep_last_logged += skipped
-
-
-def _waits_for_metrics(schedule: Any) -> bool:
-    """Whether Trainer steps a schedule only after evaluations."""
-    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or (
-        type(schedule).__name__ == "GreedyLR"
-    )
-
-
-def _inner_of(trainer: Trainer) -> Inner:
-    states = {
-        "optimizer.pt": trainer.optimizer.state_dict(),
-        "scheduler.pt": trainer.lr_scheduler.state_dict(),
-    }
-    scaler = trainer.accelerator.scaler
-    if scaler is not None:
-        states["scaler.pt"] = scaler.state_dict()
-    return Inner(states, lambda folder: _save_state(trainer, folder))
-
-
-def _save_state(trainer: Trainer, folder: Path) -> None:
-    """Write Trainer's state as it does in a checkpoint."""
-    state = trainer.state
-    for each in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(each, ExportableState) and not isinstance(
-            state.stateful_callbacks.get(type(each).__name__), list
-        ):
-            state.stateful_callbacks[type(each).__name__] = each.state()
-    state.save_to_json(str(folder / "trainer_state.json"))
-
-
-_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def check_habits(

@@ -11,7 +11,6 @@ import logging
 import math
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from ..resolve import continuing
 from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resuming import restore_buffers
-from ..run.starting import engine_for
+from ..run.training import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
@@ -176,11 +175,9 @@ class Best:
         # in every region, for it is not known yet whether all of them are to load the best model
         self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=not self.averages)
 
-    def settle(self, outer: OuterOptimizer) -> None:
-        """Once all is loaded: tell Trainer of the best checkpoint so far, and stay in touch with the others to the end."""
+    def settle(self) -> None:
+        """Once all is loaded: tell Trainer of the best checkpoint so far."""
         state = self._trainer.state
-        outer.endings.keep_link = self.metric is not None
-        outer.endings.while_coasting = partial(self.stand_in, outer)
         if not self._is_resumed or not self._trainer.args.load_best_model_at_end:
             return
         state.best_model_checkpoint = None if self._known is None else str(self._known)
@@ -287,7 +284,7 @@ class Best:
         self._note(best)
         assert self.loaded is not None
         step, value = self.loaded
-        outer.journal.write("best", step=step, metric=self.metric, value=value)
+        outer.training.journal.write("best", step=step, metric=self.metric, value=value)
 
     def load_finished(self, link: Link, config: OuterConfig) -> None:
         """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""

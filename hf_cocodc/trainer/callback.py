@@ -23,7 +23,6 @@ from ..resolve import as_config, from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.starting import Beginning, Habits, agree_on_start
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.recipe import Recipe, facts_of_data
@@ -31,10 +30,11 @@ from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
-from .beginning import base_for, check_habits, go_along, take_part, told
+from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told
 from .best import Best
 from .hub import only_region_0_creates
 from .leaving import answer, first_signal, leave, say_farewell
+from .loop import TrainerLoop, go_along
 from .patches import Patches
 from .samples import first_samples
 
@@ -182,6 +182,7 @@ class CoCoDCCallback(TrainerCallback):
             torch.manual_seed(args.seed + self.region)
         loader, averages = kwargs.get("train_dataloader"), self._best.averages
         habits = check_habits(self._link, args, state, loader, averages, told(self._base, Habits))
+        loop = TrainerLoop(trainer, self._beginning, habits, lambda: self._best.stand_in(self._running))
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -193,7 +194,7 @@ class CoCoDCCallback(TrainerCallback):
             link=self._link,
             saved=self._saved,
             about=self._about,
-            has_agreed=True,
+            loop=loop,
         )
         # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
         if args.should_save:
@@ -201,11 +202,10 @@ class CoCoDCCallback(TrainerCallback):
                 Path(args.output_dir), self._beginning.run, self._start, self.outer.inner_step, self.region
             )
         for sentence in self._start.skipped:
-            self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
-        self._best.settle(self.outer)
-        take_part(trainer, self.outer, self._beginning, habits)
+            self.outer.training.journal.write("note", step=self.outer.inner_step, message=sentence)
+        self._best.settle()
         if self._base is not None and self.outer.elastic is not None:
-            self.outer.elastic.begin(self.outer.has_jumped)
+            self.outer.elastic.begin(is_new=True)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -263,7 +263,7 @@ class CoCoDCCallback(TrainerCallback):
         outer = self._running
         if control.should_training_stop and not outer.should_stop:
             control.should_training_stop = False
-            if outer.endings.word.ending is Ending.NO:
+            if outer.training.endings.word.ending is Ending.NO:
                 outer.say(Ending.DONE)
                 logger.info(
                     "region %d is asked to stop at step %d: it trains on until the others have heard of it, and all end "
@@ -281,7 +281,9 @@ class CoCoDCCallback(TrainerCallback):
             assert self._trainer is not None
             # a region that coasted trained fewer steps than the others
             go_along(self._trainer, outer.inner_step)
-            control.should_save = outer.verdict == "stop" and outer.endings.word.saved_at < outer.inner_step
+            control.should_save = (
+                outer.verdict == "stop" and outer.training.endings.word.saved_at < outer.inner_step
+            )
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
     def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:

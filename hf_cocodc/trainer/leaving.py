@@ -92,7 +92,7 @@ def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, err
         except Exception as second:  # after a CUDA error nothing works on that device
             logger.warning("region %d cannot keep in step (%s): it leaves at once.", region, second)
     outer.close(reason)
-    outer.journal.write_error(outer.inner_step, error)
+    outer.training.journal.write_error(outer.inner_step, error)
 
 
 def keeps_in_step(trainer: Trainer, error: BaseException) -> bool:
@@ -105,12 +105,14 @@ def say_farewell(outer: OuterOptimizer) -> None:
     """Raise RunStopped, or RunLeft, if the run has not finished; else InputError if the journal could not be written."""
     if not outer.finished:
         step, why = outer.inner_step, outer.why
-        stopped = RunStopped(farewell(step, why, outer.endings.word.saved_at, outer.endings.saved_everywhere))
+        stopped = RunStopped(
+            farewell(step, why, outer.training.endings.word.saved_at, outer.training.endings.saved_everywhere)
+        )
         if outer.verdict == "leave":
             stopped = RunLeft(
                 f"region {outer.link.region} has left the run at step {step}: {why}. The others train on. To come back, start it "
                 "again with the same command."
             )
-        outer.journal.write_error(step, stopped)
+        outer.training.journal.write_error(step, stopped)
         raise stopped
-    outer.journal.check()
+    outer.training.journal.check()

@@ -112,13 +112,17 @@ class Patches:
         """Counts the tokens of the next inner step, which are its weight."""
         batches, *rest = get(*args, **kwargs)
         if self._callback.outer is not None:
-            self._callback.outer.tokens.note(tokens_of(batches))
+            tokens = self._callback.outer.training.tokens
+            try:
+                tokens.note(tokens_of(batches))
+            except InputError as error:  # the other ranks of the region need not have such a batch
+                tokens.fail(error)
         return batches, *rest
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""
         outer, in_training = self._callback.outer, self._callback.in_training
-        spent = None if outer is None else outer.timer()
+        spent = None if outer is None else outer.training.timer()
         with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
@@ -126,7 +130,9 @@ class Patches:
             weights = self._callback.evaluate_on if in_training else "global"
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
             assert spent is not None
-            outer.journal.write("evaluate", **{**metrics, "step": step, "weights": weights, **spent()})
+            outer.training.journal.write(
+                "evaluate", **{**metrics, "step": step, "weights": weights, **spent()}
+            )
         return metrics
 
     def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -173,7 +179,7 @@ class Patches:
             blocked = outer.synchronizer.totals.blocked_s - callback.blocked_before
             figures = {f"outer/{name}": value for name, value in outer.report.items()}
             logs = {**logs, **figures, "outer/compute_utilization": 1 - blocked / elapsed}
-            outer.journal.write("log", step=self._trainer.state.global_step, **logs)
+            outer.training.journal.write("log", step=self._trainer.state.global_step, **logs)
         log(logs, *args, **kwargs)
 
     def save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
@@ -231,16 +237,16 @@ class Patches:
             trainer.args.save_total_limit = limit
         if trainer.args.should_save:
             best = step_of(Path(trainer.state.best_model_checkpoint or ""))
-            rotate(folder, limit, outer.endings.saved_everywhere, {best})
+            rotate(folder, limit, outer.training.endings.saved_everywhere, {best})
             point(folder)
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
         """Writes all parts of a checkpoint; `save` writes Trainer's."""
-        spent = outer.timer()
+        spent = outer.training.timer()
         outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
         save()
         outer.seal(checkpoint)
-        outer.journal.write_later("save", step=outer.inner_step, **spent())
+        outer.training.journal.write_later("save", step=outer.inner_step, **spent())
 
     def _load_from_checkpoint(
         self, load_from_checkpoint: Callable, resume_from_checkpoint: str, *args: Any, **kwargs: Any

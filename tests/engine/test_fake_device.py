@@ -24,6 +24,7 @@ from hf_cocodc.parts.tensors.flat import moved, tensors_in
 from hf_cocodc.parts.tensors.memory import HOST, Home
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from tests.benchmarks import passes
 from tests.fake import Fake, FakeLink, Waited, fake_tensors
 from tests.far import FAR
 from tests.toys import Blocks
@@ -124,7 +125,7 @@ def test_a_merge_stays_on_the_device(name: str, staleness: int, fake: Fake) -> N
             for each in merge.measure(here, info)
         ]
         numels = torch.empty(2, dtype=torch.float64, device=FAR)
-        here = here._replace(scales=merge.scales(*norms, numels).unbind())
+        here = here._replace(scales=merge.scales(*norms, numels, info).unbind())
     assert on_device(merge.apply(here, info))
 
 
@@ -344,3 +345,22 @@ def test_a_transfer_is_few_calls_of_torch(codec: str, merge: str, rests_on_host:
     assert max(small) < 100
     training, link = calls(1_000_001, codec, merge, rests_on_host)
     assert training == small[0] and link <= small[1] + 3
+
+
+@pytest.mark.parametrize(
+    ("method", "codec", "training", "link"),
+    [
+        ("diloco", "fp32", 10.5, 5.5),
+        ("diloco", "int8", 10.5, 10.5),
+        ("streaming", "fp4", 10.5, 20),
+        ("muloco", "int4", 10.5, 11.5),
+        ("cocodc", "int8", 28.5, 10.5),
+    ],
+)
+def test_how_much_memory_of_the_device_a_transfer_moves(
+    method: str, codec: str, training: float, link: float
+) -> None:
+    """Beside a copy of the values. Every pass over them is one that a GPU notices: who adds one changes a number here."""
+    counted = passes.row(method, codec, (1 << 10, 1 << 12))
+    assert 0 < counted["training: copies"] <= training
+    assert 0 < counted["link: copies"] <= link

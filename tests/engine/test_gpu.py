@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from hf_cocodc import OuterOptimizer
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.choose import CODECS
 from hf_cocodc.parts.codecs.base import Plain
-from hf_cocodc.parts.tensors.memory import HOST, Buffers, Departure, aside
+from hf_cocodc.parts.tensors.memory import HOST, Buffers, Departure, Home, aside
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.engine.test_device import START, trajectory
@@ -83,6 +87,88 @@ def test_a_codec_gives_the_bytes_of_the_host(name: str) -> None:
     assert torch.equal(there.cpu(), codec.coder.encode(values))
     decoded = codec.coder.decode(there, len(values)).cpu()
     assert torch.equal(decoded.nan_to_num(), codec.coder.decode(there.cpu(), len(values)).nan_to_num())
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_a_graph_is_captured_while_the_link_works(is_freed: bool) -> None:
+    """Its thread takes, pins, copies and frees memory, and waits for it; the capture is of torch's default kind."""
+    device = torch.device("cuda", 0)
+    values, failed = torch.ones(1000, device=device), []
+    captures, worked = threading.Event(), threading.Event()
+    buffers = Buffers(HOST, device)
+    old = buffers.take(1 << 20) if is_freed else None
+
+    def work() -> None:
+        nonlocal old
+        captures.wait()
+        try:
+            with aside(device):
+                taken = torch.empty(1 << 26, device=device).fill_(3)  # more than torch has kept: cudaMalloc
+                pinned = buffers.take(1 << 22).copy_(taken[: 1 << 22], non_blocking=True)
+                torch.cuda.current_stream().record_event().query()
+                Home(device).finish_copies()
+                assert pinned.eq(3).all()
+                buffers.give(pinned)
+            old = None
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            worked.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    values.mul(2)
+    with torch.cuda.graph(graph):
+        doubled = values.mul(2)
+        captures.set()
+        worked.wait()
+    thread.join()
+    graph.replay()
+    assert not failed and doubled.eq(2).all()
+
+
+def test_a_captured_step_of_the_optimizer_is_not_counted() -> None:
+    """Replays are steps of which `outer.step()` is told, and lands what other regions sent."""
+    model = nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    config, data = OuterConfig(sync_interval=2), torch.ones(4, 8, device="cuda")
+    with OuterOptimizer(Accelerator(), model, optimizer, config, link=loopback()) as outer:
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(data).square().sum().backward()
+            optimizer.step()
+
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            step()
+        torch.cuda.current_stream().wait_stream(warm)
+        outer.step()
+        graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                step()
+        before = model.weight.detach().clone()
+        for graph in graphs * 3:
+            graph.replay()
+            outer.step()
+        assert outer.inner_step == 7 and not torch.equal(before, model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+def test_a_graph_of_inductor_computes_with_what_has_landed() -> None:
+    """As `torch_compile=True` with mode reduce-overhead captures it: parameters are read where they were at the capture."""
+    model = nn.Linear(64, 64, device="cuda")
+    compiled, data = torch.compile(model, mode="reduce-overhead"), torch.ones(4, 64, device="cuda")
+    synchronizer = Synchronizer(model, from_config(OuterConfig(sync_interval=1, outer_lr=0.5)), loopback())
+    for _ in range(6):
+        with torch.no_grad():
+            model.weight.add_(0.1)  # as an inner step
+            synchronizer.step(1e-3)
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(data).clone(), model(data))
 
 
 def test_the_training_thread_does_not_wait_for_the_device() -> None:

@@ -14,6 +14,7 @@ from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.methods import Method
+from hf_cocodc.newer import known
 from hf_cocodc.parts.guard import Guard
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
@@ -156,3 +157,37 @@ def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
     assert found[0][0] == 2 * model_bytes
     known = found[0][1] - 2 * (1 + 2) * model_bytes
     assert 0 < known < 2 * 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", known())
+def test_local_params_stay_where_they_are(name: str, dtype: torch.dtype) -> None:
+    """A CUDA graph, the user's or inductor's (mode=reduce-overhead), reads them at the addresses of its capture."""
+
+    def body(index: int, link: Link) -> list[Tensor]:
+        model = Blocks(START).to(dtype)
+        places = [(param, param.data_ptr(), param.detach()) for param in model.parameters()]
+
+        def stay() -> None:
+            for (param, address, captured), now in zip(places, model.parameters(), strict=True):
+                assert now is param and now.data_ptr() == address == captured.data_ptr()
+                assert torch.equal(captured, now)
+
+        config = OuterConfig(method=name, sync_interval=6, **SETTINGS.get(name, {}))
+        synchronizer = Synchronizer(model, from_config(config), link)
+        stay()
+        for step in range(1, STEPS + 1):
+            train(model, index, step)
+            synchronizer.step(0.05)
+            stay()
+        with synchronizer.global_weights():
+            stay()
+        assert synchronizer.totals.landings >= 4
+        synchronizer.begin_anew()
+        stay()
+        synchronizer.finish()
+        stay()
+        return [captured for _, _, captured in places]
+
+    first, second = run_in_lockstep(2, body)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)

@@ -114,7 +114,7 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
                 torch.stack([part.double().norm() for part in each.split(sizes)])
                 for each in merge.measure(whole, info)
             ]
-            scales = merge.scales(*norms, torch.tensor(sizes, dtype=torch.float64))
+            scales = merge.scales(*norms, torch.tensor(sizes, dtype=torch.float64), info)
             whole = whole._replace(scales=scales.unbind())
         return merge.apply(whole, info).double()
 

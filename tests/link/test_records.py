@@ -10,9 +10,9 @@ from hf_cocodc.engine.agreement import StepChecksum
 from hf_cocodc.errors import LinkError
 from hf_cocodc.link.records import ROW, Ending, Trailer, Word, from_numbers, from_row, to_row
 from hf_cocodc.run.resuming import Writer
-from hf_cocodc.run.starting import Beginning
 from hf_cocodc.snapshot.resume import CanResume
 from hf_cocodc.trainer import best
+from hf_cocodc.trainer.beginning import Beginning
 
 
 def test_a_trailer_arrives_as_it_left() -> None:

@@ -7,11 +7,13 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.__config__ import parallel_info
 
 from hf_cocodc.coordinator.messages import Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
@@ -19,7 +21,7 @@ from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import rules
 from hf_cocodc.link.base import MeanRequest
 from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
-from hf_cocodc.link.tcp import TcpLink
+from hf_cocodc.link.tcp import TcpLink, use_one_thread
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Conversation
 from tests.link.memory import PATIENCE_S, Regions, at_once, wait_until
@@ -160,3 +162,54 @@ def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back
     regions.end()
     if served is not None:
         served.close()
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """torch computes with four threads here, however many cores there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers() -> set[int]:
+    """With how many threads torch, OpenMP and MKL compute in this thread."""
+    return {torch.get_num_threads(), *map(int, re.findall(r"max_threads\(\) : (\d+)", parallel_info()))}
+
+
+def in_a_thread(live: Callable[[], object] = lambda: None) -> set[int]:
+    """The `numbers` in a new thread, once it has done `live`."""
+    found: list[set[int]] = []
+    thread = threading.Thread(target=lambda: [live(), found.append(numbers())])
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_the_threads_of_a_user_compute_as_without_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own setting is the process's, too: it is that of each thread that begins later, one by one."""
+    found, setting = [], torch.set_num_threads
+
+    def told(count: int) -> None:
+        setting(count)
+        found.append(in_a_thread())
+
+    monkeypatch.setattr(torch, "set_num_threads", told)
+    assert in_a_thread(use_one_thread) == {1}
+    assert all(each == {4} for each in (*found, in_a_thread(), numbers()))
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_a_link_beside_the_thread_that_pins_batches() -> None:
+    """DataLoader's sets one for all threads that begin later, also if they are of the user; a link changes nothing of it."""
+    for first, then in ((use_one_thread, pins_batches), (pins_batches, use_one_thread)):
+        torch.set_num_threads(4)
+        assert [in_a_thread(first), in_a_thread(then)] == [{1}, {1}]
+        assert [in_a_thread(), numbers()] == [{1}, {4}]
+
+
+def pins_batches() -> None:
+    """As `torch.utils.data._utils.pin_memory` begins."""
+    torch.set_num_threads(1)

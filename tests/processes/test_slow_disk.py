@@ -42,12 +42,11 @@ def save(folder: Path) -> None:
                 accelerator.save_state(str(folder / name))
                 assert manifest.damage(folder / name) is None
         asked: list[str] = []
-        rank = newcomer.JoiningRank(
-            outer, accelerator, None, folder, lambda call, what, read=None: asked.append(what)
-        )
+        rank = newcomer.JoiningRank(outer.training, folder)
         if accelerator.process_index:
             time.sleep(WRITES_S)
-        rank._forget_base()
+        with mock.patch.object(outer.training, "say", lambda call, what: asked.append(what)):
+            rank._forget_base()
         assert asked == ["the end of the base"]
     (folder / f"ended-{accelerator.process_index}").touch()
 

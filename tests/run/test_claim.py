@@ -43,7 +43,7 @@ def test_an_error_in_the_block_ends_the_first(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="in the loop"), outer(model):
         raise RuntimeError("in the loop")
     with monkeypatch.context() as patch:
-        patch.setattr("hf_cocodc.run.outer_optimizer.session_of", lambda link: 1 / 0)
+        patch.setattr("hf_cocodc.run.outer_optimizer.hook_into_saving", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             outer(model)
     outer(model).close()

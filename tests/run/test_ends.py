@@ -15,6 +15,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError, RunLeft, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback, run_in_lockstep
+from hf_cocodc.run import inner_optimizer, outer_optimizer
 from tests.toys import batch, llama, params_of
 
 CONFIG = OuterConfig(sync_interval=2, outer_lr=0.7, outer_momentum=0.0)
@@ -96,7 +97,7 @@ def test_a_region_that_ends_first_hears_while_it_coasts_that_all_stop() -> None:
 
 def test_a_region_that_has_left_does_not_end_as_if_the_run_were_complete() -> None:
     def leaves(accelerator: Accelerator, outer: OuterOptimizer) -> None:
-        outer.endings.end("leave", "SIGTERM")
+        outer.training.endings.end("leave", "SIGTERM")
 
     with pytest.raises(RunLeft, match=r"has left the run at step 1: SIGTERM\. The others train on"):
         documented(loopback(), 9, leaves, nothing)
@@ -222,3 +223,46 @@ def test_accumulated_gradients_and_optimizers_in_turns_are_no_forgotten_steps() 
 
     torch.optim.AdamW([torch.zeros(1)])  # the first of its class lets PyTorch wrap its step
     loop(lambda model: [Derived(model.parameters())], derived)
+
+
+def test_steps_that_a_graph_captures_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture runs PyTorch's hooks and no step, a replay makes a step and runs no hooks."""
+    capturing = [False]
+    for module in (inner_optimizer, outer_optimizer):
+        monkeypatch.setattr(module, "is_capturing", lambda: capturing[0])
+
+    def capture(made: list[Any]) -> None:
+        capturing[0] = True
+        made[0].step()  # without gradients it changes nothing
+        capturing[0] = False
+
+    def replay(model: Any) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+
+    def replays(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for _ in range(3):  # one for each shape of a batch
+            capture(made)
+        for _ in range(4):
+            replay(model)
+            outer.step()
+        capturing[0] = True
+        try:
+            with pytest.raises(InputError, match=r"Call outer.step\(\) after each graph.replay\(\)"):
+                outer.step()
+        finally:
+            capturing[0] = False
+        assert outer.inner_step == 4
+
+    loop(adamw, replays)
+
+    def forgets(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        capture(made)
+        replay(model)
+
+    with pytest.raises(InputError, match=r"AdamW trains have changed, and nobody has .* after each replay"):
+        loop(adamw, forgets)
+
+    # nothing was to be done: the run was resumed at its end
+    loop(adamw, lambda outer, accelerator, gradients, made, model: capture(made))

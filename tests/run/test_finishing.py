@@ -9,24 +9,47 @@ import pytest
 
 from hf_cocodc.errors import LeftBehind, LinkError
 from hf_cocodc.link.records import Words
+from hf_cocodc.run.about import About
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
+from hf_cocodc.run.training import Training
+from hf_cocodc.settings import OuterConfig
+
+
+class Coasting(Training):
+    """A run of 8 inner steps, whose engine is a stand-in."""
+
+    def step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
+        assert not trained
+        self.engine.inner_step += 1
+        return None
 
 
 class Region(OuterOptimizer):
     """A region of which only the end is real."""
 
-    _max_steps = 8
-    finished = False
-
     def __init__(self, come_back: Any) -> None:
         self.calls: list[str] = []
-        self.synchronizer: Any = SimpleNamespace(inner_step=8, finish=self._end)
-        self.endings: Any = SimpleNamespace(
-            verdict=None, word=None, keep_link=True, while_coasting=lambda: None, note_saved_everywhere=print
-        )
+        nothing: Any = SimpleNamespace(verdict=None, word=None, note_saved_everywhere=print)
         checks = SimpleNamespace(refuse=lambda: None)
-        self._inner: Any = SimpleNamespace(refuse_uncounted=lambda: None, copies=checks)
-        self.link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)
+        inner: Any = SimpleNamespace(refuse_uncounted=lambda inner_step: None, copies=checks)
+        link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)
+        loop: Any = SimpleNamespace(keeps_link=True, stand_in=lambda: None)
+        self.training = Coasting(
+            link=link,
+            accelerator=nothing,
+            model=nothing,
+            inner=inner,
+            tokens=nothing,
+            about=About(),
+            loop=loop,
+            asked=OuterConfig(),
+            allowed=(),
+            max_steps=8,
+            has_stages=False,
+        )
+        self.training.config, self.training.endings = OuterConfig(), nothing
+        engine: Any = SimpleNamespace(inner_step=8, finish=self._end, facts=())
+        self.training.engine = engine
         guard = SimpleNamespace(come_back=lambda error: come_back(self), guard=lambda step: step())
         self.elastic: Any = guard
 
@@ -34,14 +57,6 @@ class Region(OuterOptimizer):
         self.calls.append(f"finish at {self.inner_step}")
         if len(self.calls) == 1:
             raise LeftBehind("the others have gone on")
-
-    def _ruined_at_the_end(self) -> str:
-        return ""
-
-    def _step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
-        assert not trained
-        self.synchronizer.inner_step += 1
-        return None
 
     def close(self, reason: str | None = None) -> None:
         raise AssertionError
@@ -51,7 +66,7 @@ def test_a_region_comes_back_and_ends_with_the_others() -> None:
     """It makes the inner steps up to their end without training, and the end once more."""
 
     def come_back(region: Region) -> None:
-        region.synchronizer.inner_step = 5
+        region.training.engine.inner_step = 5
 
     region = Region(come_back)
     region.finish()

@@ -166,7 +166,7 @@ def test_a_beginning_that_fails_leaves_no_trace(saved: tuple[Path, list[Tensor]]
         loop = Loop(link)
         original = loop.accelerator.save_state
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hf_cocodc.run.outer_optimizer.session_of", lambda link: 1 / 0)
+            patch.setattr("hf_cocodc.run.outer_optimizer.hook_into_saving", lambda *given: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 loop.begin()
         assert loop.accelerator.save_state == original

@@ -14,7 +14,6 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import LeftBehind
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.run.elastic import Elastic
-from hf_cocodc.run.newcomer import round_steps
 from tests.toys import Blocks
 
 OWN = dataclasses.replace(diloco(sync_interval=4), name="mine")
@@ -37,10 +36,10 @@ def test_a_round_is_as_long_as_its_setting_or_as_rounds_were(config: Any, after_
     model = Blocks([torch.zeros(3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, max_steps=20)
-    assert round_steps(outer) >= 1
+    assert outer.training.round_steps >= 1
     for _ in range(9):
         outer.step()
-    assert round_steps(outer) == after_9
+    assert outer.training.round_steps == after_9
     outer.close()
 
 

@@ -26,10 +26,9 @@ class Ranks(NamedTuple):
     num_processes: int = 2
     device: torch.device = torch.device("cpu")
 
-    def reduce(self, own: torch.Tensor, how: str) -> torch.Tensor:
-        assert how == "sum"
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
         assert own.dtype == torch.int64
-        return own + 100
+        return torch.cat([own, torch.tensor([[0, 100]])])
 
 
 def test_micro_batches_and_ranks_add_up() -> None:
@@ -50,10 +49,10 @@ def test_nothing_is_counted_for_other_weights() -> None:
     assert tokens.take() is None
 
 
-@pytest.mark.parametrize("noted", [-1, 1.5, float("nan")])
-def test_a_number_of_tokens_that_cannot_be(noted: float) -> None:
+@pytest.mark.parametrize("noted", [-1, 1.5, float("nan"), float("inf"), "many", torch.ones(2)])
+def test_a_number_of_tokens_that_cannot_be(noted: object) -> None:
     """A weight is not made of it."""
-    tokens = Tokens(Ranks(), True)  # type: ignore[arg-type]
+    tokens = Tokens(Ranks(1), True)  # type: ignore[arg-type]
     tokens.note(noted)
     with pytest.raises(InputError, match="must be a whole number from 0"):
         tokens.take()

@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
-from hf_cocodc.run.outer_optimizer import OuterOptimizer
+from hf_cocodc.run.saving import seal
+from hf_cocodc.run.training import Training
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
@@ -231,8 +232,8 @@ def test_the_other_ranks_wait_for_hashes_without_a_time_out(
 
     def body(region: int, link: Link) -> None:
         checkpoint_to_resume(link, Accelerator(), whole.parent, True)
-        outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
-        OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
+        training = SimpleNamespace(accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
+        seal(cast(Training, training), whole)
 
     run_in_lockstep(1, body)
     assert hashed == [True, True], "at the resume, and at the seal"

@@ -150,6 +150,6 @@ def _apply(merge: Merge, local: Tensor, new: Tensor, snapshot: Tensor, info: Mer
     if merge.measure is not None:
         assert merge.scales is not None
         first, second = (squares([each]).sqrt() for each in merge.measure(whole, info))
-        scales = merge.scales(first, second, torch.tensor([numel], dtype=torch.float64))
+        scales = merge.scales(first, second, torch.tensor([numel], dtype=torch.float64), info)
         whole = whole._replace(scales=scales.unbind())
     return merge.apply(whole, info).view_as(local)

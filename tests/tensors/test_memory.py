@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import math
 import mmap
+import resource
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from hf_cocodc.parts.tensors.memory import Buffers, Home, own_pages
+from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.engine.fragment import hold
+from hf_cocodc.errors import InputError
+from hf_cocodc.link.lockstep import loopback
+from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.parts.tensors import memory
+from hf_cocodc.parts.tensors.flat import digest
+from hf_cocodc.parts.tensors.memory import HOST, Buffers, Home, aside, beside_captures, own_pages
+from tests.toys import llama
+
+GLOBAL, RELAXED = 0, 2
+"""CUDA's modes: of a thread whose calls end another thread's capture, and of one whose calls do not."""
 
 
 @pytest.mark.parametrize(("numel", "dtype"), [(1, torch.uint8), (70_001, torch.float32)])
@@ -38,3 +59,176 @@ def test_what_is_kept_away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == [5]
     assert torch.equal(kept["momentum"], momentum) and kept["momentum"] is not momentum
     assert torch.equal(kept["more"]["q"], matrix) and kept["steps"] == 3
+
+
+class Cuda:
+    """A GPU that is none, whose calls are kept: what was called, on which stream, and in which mode of the calling thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.is_capturing = False
+        self.room = math.inf
+        self._pinned: dict[int, int] = {}
+        self._thread = threading.local()
+
+    @property
+    def mode(self) -> int:
+        """Of this thread."""
+        return getattr(self._thread, "mode", GLOBAL)
+
+    def exchange(self, mode: Any) -> int:
+        self._thread.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def call(self, what: str) -> int:
+        self.calls.append((what, self.mode))
+        return 0
+
+    def pin(self, address: int, num_bytes: int, flags: int) -> int:
+        """Refuses if more than `room` bytes would be pinned."""
+        self.call("pin")
+        if self.pinned_bytes + num_bytes > self.room:
+            return 2
+        self._pinned[address] = num_bytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        del self._pinned[address]
+        return self.call("unpin")
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._pinned.values())
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            synchronize=lambda: self.call(f"synchronize {name}"),
+            wait_event=lambda event: self.call(f"{name} waits"),
+            record_event=lambda: self.call(f"record {name}"),
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    fake = Cuda()
+    runtime = SimpleNamespace(cudaHostRegister=fake.pin, cudaHostUnregister=fake.unpin)
+    monkeypatch.setattr(memory, "has_streams", lambda device: True)
+    monkeypatch.setattr(memory, "_side_stream", lambda device: fake.stream("side"))
+    monkeypatch.setattr(memory, "_capture_mode", lambda: fake.exchange)
+    monkeypatch.setattr(memory, "used_here", lambda *_: None)
+    monkeypatch.setattr(memory, "is_capturing", lambda: fake.is_capturing)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: fake.call("synchronize the device"))
+    for name in ("current", "default"):
+        monkeypatch.setattr(torch.cuda, f"{name}_stream", lambda *_, name=name: fake.stream(name))
+    yield fake
+    gc.collect()  # pinned memory goes while the fake is here
+
+
+def test_work_aside_disturbs_no_capture_of_another_thread(cuda: Cuda) -> None:
+    """Its calls are made in a thread that CUDA lets do so, which is then as it was before; other threads stay as they are."""
+    modes = []
+    with aside(HOST):
+        Buffers(HOST, HOST).take(5)
+        thread = threading.Thread(target=lambda: modes.append(cuda.mode))
+        thread.start()
+        thread.join()
+        with aside(HOST):
+            pass
+        assert cuda.mode == RELAXED
+    assert modes == [GLOBAL] and cuda.mode == GLOBAL
+    assert ("pin", RELAXED) in cuda.calls
+    assert {mode for what, mode in cuda.calls if what != "unpin"} == {RELAXED}
+    with pytest.raises(ValueError, match="wrong"), aside(HOST):
+        raise ValueError("wrong")
+    assert cuda.mode == GLOBAL
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_memory_that_is_freed_while_a_graph_is_captured(is_capturing: bool, cuda: Cuda) -> None:
+    """Its copies have ended: on all streams that may have made them, but not by a wait that every capture forbids."""
+    cuda.is_capturing = is_capturing
+    buffer = memory.pinned(5, torch.float32, HOST)
+    cuda.calls.clear()
+    del buffer
+    waits = [f"synchronize {name}" for name in ("default", "side", "current")[: 2 if is_capturing else 3]]
+    assert cuda.calls == [(each, RELAXED) for each in (*waits, "unpin")]
+
+
+def test_the_thread_of_a_link_waits_for_its_own_stream_only(cuda: Cuda) -> None:
+    """To wait for the whole device ends a capture; the training thread may, as it captures nothing then."""
+    home = Home(torch.device("meta"), rests_on_host=True)
+    with aside(HOST):
+        home.finish_copies()
+    assert cuda.calls == [("synchronize current", RELAXED), ("synchronize side", RELAXED)]
+    home.settle()
+    assert cuda.calls[-1] == ("synchronize the device", GLOBAL)
+
+
+class Apart(Home):
+    """Rests elsewhere than on its device, which is the host."""
+
+    is_apart = True
+
+
+def test_the_digest_of_a_send_does_not_wait_for_the_device(cuda: Cuda) -> None:
+    """The link's thread computes it, after what the training stream had written at the send."""
+    state = hold(Fragment(0, ("w",), (torch.Size((3,)),), 3), {"w": torch.arange(3.0)}, Apart(HOST))
+    compute = state.checksum()
+    cuda.calls.clear()
+    assert compute() == digest(torch.arange(3.0))
+    waits = [
+        "current waits",
+        "synchronize current",
+        "synchronize side",
+    ]  # the current stream is the side stream there
+    assert cuda.calls == [(each, RELAXED) for each in waits]
+
+
+def test_a_runtime_that_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none of CUDA's, or it refuses: nothing is changed, and nothing is said."""
+    assert memory._capture_mode() is None
+    with beside_captures():
+        pass
+    refused = []
+
+    def refuses(mode: Any) -> int:
+        refused.append(mode._obj.value)
+        return 201
+
+    monkeypatch.setattr(memory, "_capture_mode", lambda: refuses)
+    with beside_captures():
+        assert refused == [RELAXED]
+    assert refused == [RELAXED]
+    assert isinstance(ctypes.CDLL(torch._C.__file__).omp_get_max_threads(), int)  # its libraries are found
+
+
+def test_memory_that_cannot_be_pinned_is_known_before_training(cuda: Cuda) -> None:
+    """Not at the first landing, which would take it: what is kept has room, and a transfer has not."""
+    model = llama(layers=1)
+    values = sum(param.numel() for param in model.parameters())
+
+    def make() -> OuterOptimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return OuterOptimizer(Accelerator(cpu=True), model, optimizer, OuterConfig(), link=loopback())
+
+    outer = make()
+    kept = cuda.pinned_bytes
+    assert kept >= 4 * values
+    outer.close()
+    del outer
+    gc.collect()
+    assert not cuda.pinned_bytes
+    cuda.room = kept + 2 * 4 * values
+    with pytest.raises(
+        InputError, match=r"MB of the host cannot be pinned for the GPU \(CUDA error 2\)"
+    ) as caught:
+        make()
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    said = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.4g} MB"
+    assert f"The limit of this process for locked memory is {said}. Raise it (ulimit -l unlimited" in str(
+        caught.value
+    )
+    assert "or set outer.device=model" in str(caught.value)

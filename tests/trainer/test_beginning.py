@@ -14,9 +14,8 @@ from transformers import Trainer, get_scheduler
 from hf_cocodc import CoCoDCCallback, simulate
 from hf_cocodc.errors import CheckpointError, HandshakeError, RunStopped
 from hf_cocodc.link.base import Link
-from hf_cocodc.run.starting import Beginning, Habits
 from hf_cocodc.snapshot.receive import Received
-from hf_cocodc.trainer.beginning import told
+from hf_cocodc.trainer.beginning import Beginning, Habits, told
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At, callback_of, config, make
 from tests.toys import params_of

@@ -165,7 +165,7 @@ class StopAt(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.callback.outer is not None
-        endings = self.callback.outer.endings
+        endings = self.callback.outer.training.endings
         hear = endings.after_step
 
         def after_step(inner_step: int, words: Any) -> None:

@@ -130,7 +130,7 @@ def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Pat
                 outer.step()
                 for _ in range(25):
                     outer.coast_one()
-                outer.endings.end("leave", "its machine is needed")
+                outer.training.endings.end("leave", "its machine is needed")
 
     trainer = make(tmp_path, [Leave(), callback], max_steps=60, logging_steps=10)
     with pytest.raises(RunLeft, match="has left the run at step 35"):

@@ -221,7 +221,7 @@ def test_a_run_that_finishes_before_the_first_step_has_the_global_weights(tmp_pa
     class Ends(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert callback.outer is not None
-            callback.outer.endings.end("finish", "region 1 was interrupted")
+            callback.outer.training.endings.end("finish", "region 1 was interrupted")
 
     make(tmp_path, [callback, Ends()]).train()
     assert callback.outer is not None and callback.outer.finished

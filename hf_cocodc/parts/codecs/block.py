@@ -18,8 +18,8 @@ from .base import Codec, Plain, exactly
 
 _FLOAT = torch.finfo(torch.float32)
 
-_SIGN_AND_EXPONENT = 0x83800000 - (1 << 32)
-"""Mask on the bits of an fp32 number (as int32): the sign and the lowest three exponent bits."""
+_SIGN_AND_EXPONENT = 0x8380 - (1 << 16)
+"""Mask on the bits of a bf16 number (as int16): the sign and the lowest three exponent bits."""
 
 
 class Blocks(ABC):
@@ -88,12 +88,11 @@ class Blocks(ABC):
         torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_(), out=scale)
         is_finite = scale < torch.inf
         self._scale_(scale).masked_fill_(~is_finite, torch.nan)
+        code = self._encode(rows, scale)
+        if self.per_byte == 2:
+            code = torch.add(code[:, : self.block // 2], code[:, self.block // 2 :], alpha=16)
         # the bits of a NaN differ between devices; a CPU fills rows where a column is true slower than it multiplies
-        code = self._encode(rows, scale).mul_(is_finite)
-        if self.per_byte == 1:
-            codes.copy_(code)
-        else:
-            torch.add(code[:, : self.block // 2], code[:, self.block // 2 :], alpha=16, out=codes)
+        torch.mul(code, is_finite, out=codes)
 
     def _decode_blocks(self, heads: Tensor, codes: Tensor, rows: Tensor) -> None:
         """The inverse of `_encode_blocks`: write the values to `rows`."""
@@ -115,7 +114,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write the values of `codes` (uint8, one a value) to `out` (blocks, block)."""
+        """Write the values of `codes` (uint8, one a value) to `out` (blocks, block); may overwrite two codes a byte, unpacked."""
         ...
 
 
@@ -147,10 +146,8 @@ class Integers(Blocks):
         return rounded.view(torch.int32).to(torch.uint8)
 
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
-        if self.per_byte == 1:
-            torch.mul(codes.view(torch.int8), scale, out=out)
-        else:
-            out.copy_(codes).sub_(self._zero).mul_(scale)
+        signed = codes if self.per_byte == 1 else codes.sub_(self._zero)
+        torch.mul(signed.view(torch.int8), scale, out=out)
 
 
 class Float4(Blocks):
@@ -181,11 +178,12 @@ class Float4(Blocks):
         return codes.add_(rows.signbit(), alpha=8)
 
     def _decode(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
-        # As the exponent of a float, a code c > 0 means 2^(c - 127), and code 0 means 0. E3M0 is this times 2^120.
-        bits = out.view(torch.int32).copy_(codes)
+        # As the exponent of a float, a code c > 0 means 2^(c - 127), and code 0 means 0. E3M0 is this times 2^120. A bf16 number
+        # has the same exponents as an fp32 one, in half the memory.
+        bits = codes.to(torch.int16)
         # The right shift copies the sign into the free bits; the mask keeps only the sign bit itself.
-        bits.bitwise_left_shift_(28).bitwise_right_shift_(5).bitwise_and_(_SIGN_AND_EXPONENT)
-        out.mul_(2.0**120).mul_(scale)
+        bits.bitwise_left_shift_(12).bitwise_right_shift_(5).bitwise_and_(_SIGN_AND_EXPONENT)
+        torch.mul(bits.view(torch.bfloat16).mul_(2.0**120), scale, out=out)
 
 
 def _below(number: float) -> float:

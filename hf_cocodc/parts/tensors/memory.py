@@ -1,18 +1,24 @@
 """Where flat tensors rest, where they are computed with, and the way between the two."""
 
 import contextlib
+import ctypes
 import functools
 import mmap
+import resource
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...errors import InputError
+
 HOST = torch.device("cpu")
+_RELAXED = 2
+"""CUDA's and HIP's stream capture mode of a thread that captures of other threads do not restrict."""
 
 
 class Home:
@@ -76,9 +82,21 @@ class Home:
             part.copy_(values, non_blocking=True)
 
     def settle(self) -> None:
-        """Wait until what was stored is there, before the host reads flat tensors."""
+        """Wait until what was stored is there, before the host reads flat tensors. For the training thread: while it captures a
+        graph, CUDA forbids every thread to wait for the whole device.
+        """
         if self.is_apart and has_streams(self.device):
             torch.cuda.synchronize(self.device)
+
+    def try_to_pin(self, num_bytes: int) -> None:
+        """Find out whether a GPU can have so much pinned memory beside what it has. Raises InputError if not."""
+        if num_bytes and has_streams(self.device):
+            pinned(num_bytes, torch.uint8, self.device)
+
+    def finish_copies(self) -> None:
+        """Wait for what this thread has given the device: copies from and to memory of the host have then ended."""
+        if has_streams(self.device):
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 class Buffers:
@@ -140,19 +158,28 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 
+def is_capturing() -> bool:
+    """Whether this thread's work for a GPU is recorded in a graph now (`torch.cuda.graph`), and not done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of the host whose memory stays in place until it is freed: a GPU copies it at the full speed of its bus.
 
     It has pages of its own, because memory can be locked by pages only. torch's own pinned memory comes in powers of two: up to
-    twice as much. Raises MemoryError if the system refuses.
+    twice as much. Raises InputError if the system refuses.
     """
     buffer = own_pages(numel, dtype)
     address = buffer.data_ptr()
     refused = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
     if refused:
-        raise MemoryError(
-            f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}). Raise the limit of "
-            "locked memory (ulimit -l), or set outer.device=model."
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limited = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.4g} MB"
+        raise InputError(
+            f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}), which copies to and "
+            f"from pinned memory only. The limit of this process for locked memory is {limited}. Raise it (ulimit -l unlimited; "
+            "in a container --ulimit memlock=-1), free memory of the host, or set outer.device=model, which pins only what "
+            "travels."
         )
     weakref.finalize(buffer, _unpin, address, device).atexit = False
     return buffer
@@ -165,14 +192,19 @@ def own_pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _unpin(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):  # perhaps in a thread that has not used the device yet
-        torch.cuda.synchronize()  # a copy may be under way
+    with torch.cuda.device(device), beside_captures():  # perhaps in a thread that has not used the device yet
+        streams = [torch.cuda.default_stream(), _side_stream(device)]
+        if not is_capturing():
+            streams.append(torch.cuda.current_stream())
+        for stream in streams:  # a copy may be under way; a capture forbids to wait for the whole device
+            stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Inside the block, this thread's work for a GPU goes to a stream beside training; at its end it is done.
+    """Inside the block, this thread's work for a GPU goes to a stream beside training; at its end it is done. Training may
+    capture graphs meanwhile.
 
     On other devices nothing changes.
     """
@@ -181,11 +213,41 @@ def aside(device: torch.device) -> Iterator[None]:
         return
     stream = _side_stream(device)
     # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's GPU
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    with torch.cuda.device(device), torch.cuda.stream(stream), beside_captures():
         try:
             yield
         finally:  # after an error, too, memory is freed that copies may still use
             stream.synchronize()
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Inside the block, this thread and the graphs that other threads capture do not disturb each other.
+
+    A capture as `torch.cuda.graph` makes it fails if any thread of the process takes, pins or frees memory, or asks whether an
+    event has come. Only a thread itself can be exempted. To wait for the captured stream, or for the whole device, stays
+    forbidden.
+    """
+    exchange, mode = _capture_mode(), ctypes.c_int(_RELAXED)
+    if exchange is None or exchange(ctypes.byref(mode)):
+        yield
+        return
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _capture_mode() -> Callable[[Any], int] | None:
+    """Exchanges this thread's stream capture mode with the given one; torch has no call for it. None if CUDA has none."""
+    places = [(f"{'hip' if torch.version.hip else 'cuda'}ThreadExchangeStreamCaptureMode", torch._C.__file__)]
+    if torch.version.hip is None:  # if torch has its runtime inside, the driver's call does the same
+        places.append(("cuThreadExchangeStreamCaptureMode", "libcuda.so.1"))
+    for name, library in places:
+        with contextlib.suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), name)
+    return None
 
 
 @functools.cache

@@ -1,0 +1,78 @@
+"""What a Trainer does where its run asks for it: for newcomers, and when its region comes in or back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from ..snapshot.donor import Inner
+from ..snapshot.folders import PREFIX
+from .beginning import Beginning, Habits, metric_of
+
+
+class TrainerLoop:
+    """A Trainer's loop; see `run.loop.Loop`. `stand_in` is called without arguments."""
+
+    def __init__(
+        self, trainer: Trainer, agreed: Beginning, habits: Habits, stand_in: Callable[[], None]
+    ) -> None:
+        self._trainer, self.stand_in = trainer, stand_in
+        self.started = {"run": agreed.run, "Beginning": list(agreed), "Habits": list(habits)}
+        self.keeps_link = metric_of(trainer.args) is not None
+
+    def inner(self) -> Inner:
+        trainer = self._trainer
+        states = {
+            "optimizer.pt": trainer.optimizer.state_dict(),
+            "scheduler.pt": trainer.lr_scheduler.state_dict(),
+        }
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            states["scaler.pt"] = scaler.state_dict()
+        return Inner(states, self._save_state)
+
+    def jump(self, before: int, after: int, is_new: bool) -> None:
+        """Let the count of steps and the learning rate jump to a later inner step; the data goes on where it is."""
+        trainer, control = self._trainer, self._trainer.control
+        go_along(trainer, after)
+        control.should_save = control.should_evaluate = control.should_log = False  # the others did it then
+        schedule = trainer.lr_scheduler
+        if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) and not _waits_for_metrics(schedule):
+            for _ in range(after - before):
+                schedule.step()
+
+    def take_over(self, base: Path) -> None:
+        """Take over the best model so far from the region that wrote a base: this one has missed evaluations."""
+        state, theirs = self._trainer.state, TrainerState.load_from_json(str(base / "trainer_state.json"))
+        state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
+        step, folder = theirs.best_global_step, Path(self._trainer.args.output_dir or ".")
+        state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
+
+    def _save_state(self, folder: Path) -> None:
+        """Write Trainer's state as it does in a checkpoint."""
+        state = self._trainer.state
+        for each in (*self._trainer.callback_handler.callbacks, self._trainer.control):
+            if isinstance(each, ExportableState) and not isinstance(
+                state.stateful_callbacks.get(type(each).__name__), list
+            ):
+                state.stateful_callbacks[type(each).__name__] = each.state()
+        state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def go_along(trainer: Trainer, step: int) -> None:
+    """Let a Trainer's count of steps go along to a later inner step that was not trained."""
+    skipped = step - trainer.state.global_step
+    trainer.state.global_step = step
+    # Trainer divides sums of losses by the steps since these two: only trained ones count
+    trainer._initial_global_step += skipped
+    trainer._globalstep_last_logged += skipped
+
+
+def _waits_for_metrics(schedule: Any) -> bool:
+    """Whether Trainer steps a schedule only after evaluations."""
+    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or (
+        type(schedule).__name__ == "GreedyLR"
+    )
