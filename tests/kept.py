@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
+from hf_cocodc.snapshot.local_weights import kept, restore
 from hf_cocodc.snapshot.manifest import FORMAT
 from hf_cocodc.training.simulation import simulate
 from tests.toys import Blocks
@@ -35,7 +35,7 @@ def region_of(name: str, link: Link, checkpoint: Path | None) -> tuple[Blocks, O
     """A region at the start of its run, or as it was saved."""
     model = Blocks(START)
     if checkpoint is not None:
-        restore(model, checkpoint / weights_file(), kept(model))
+        restore(model, checkpoint, kept(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     saved = None if checkpoint is None else state.read(checkpoint)
     config = OuterConfig(method=name, sync_interval=H, **SETTINGS[name])

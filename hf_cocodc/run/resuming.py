@@ -87,7 +87,7 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
 
 def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
     """Copy a checkpoint's buffers into the model: Accelerate loads only those that a state_dict holds."""
-    local_weights.restore(model, checkpoint / local_weights.weights_file(lane), local_weights.buffers(model))
+    local_weights.restore(model, checkpoint, local_weights.buffers(model), lane)
 
 
 def joins(link: Link, accelerator: Accelerator) -> bool:
@@ -137,7 +137,7 @@ def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Pa
     saved = disk.read_own(link, base)
     PlainLoop(accelerator).load_inner(base)
     # global params come with the engine: this is what is not trained, such as buffers
-    local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
+    local_weights.restore(model, base, (), link.lane)
     return saved, received.run
 
 

@@ -31,8 +31,7 @@ def write(training: Training, checkpoint: Path, whole: bool = False) -> None:
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
         with disk.saving(checkpoint):
             own = kept if whole else local_weights.buffers(model)
-            unsaved = local_weights.unsaved_buffers(model)
-            local_weights.write(checkpoint / local_weights.weights_file(link.lane), own, unsaved)
+            local_weights.write(model, checkpoint, own, link.lane)
 
 
 def seal(training: Training, checkpoint: Path) -> None:

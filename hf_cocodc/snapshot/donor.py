@@ -94,8 +94,7 @@ def write_base(folder: Path, saved: Saved, lane: int, model: nn.Module, inner: I
         disk.write(folder, saved, lane)
         kept = local_weights.kept(model, saved.synchronized)
         rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronized}
-        unsaved = local_weights.unsaved_buffers(model)
-        local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
+        local_weights.write(model, folder, rest, lane)
         for name, state in inner.states.items():
             write_state(state, folder / name)
         inner.files(folder)

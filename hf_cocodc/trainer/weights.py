@@ -44,8 +44,8 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     if trainer.is_fsdp_enabled and not taken_over:
         load()  # Accelerate's own files hold the shards under the model's names
     expected = local_weights.buffers(model) if trainer.is_fsdp_enabled else local_weights.kept(model)
-    file = checkpoint / local_weights.weights_file(lane)
-    local_weights.restore(model, file, expected.keys() - saved.synchronized if taken_over else expected)
+    names = expected.keys() - saved.synchronized if taken_over else expected.keys()
+    local_weights.restore(model, checkpoint, names, lane)
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
     state.begin(folder)
     ours = {"tensor": torch.ones(2), "layout": [[["weight", [2, 3]]]]}
     state.write(folder, state.Saved(ours, FACTS, {"weight": "its digest"}))
-    local_weights.write(folder / local_weights.weights_file(), WEIGHTS | {"buffer": torch.ones(1)})
+    local_weights.write(torch.nn.Module(), folder, WEIGHTS | {"buffer": torch.ones(1)})
     (folder / "extra").mkdir()
     save_file(WEIGHTS, folder / "model.safetensors")
     save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
