@@ -310,13 +310,10 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic:
 
 def _saved(folder: Path, processes: Sequence[Any]) -> str:
     """Say which checkpoint an interrupted run has left; of `processes`, those that have stopped count, and not those before."""
-    from ..snapshot.folders import checkpoints, unusable
+    from ..snapshot.folders import usable
 
     stopped = [each.folder for each in processes if each.has_stopped]
-    complete = [
-        {step for step, path in checkpoints(region).items() if unusable(path) is None}
-        for region in stopped or folder.glob("region-*")
-    ]
+    complete = [set(usable(region)) for region in stopped or folder.glob("region-*")]
     common = set.intersection(*complete) if complete else set()
     if not common:
         return f"no checkpoint is complete in every region; the journals and logs are in {folder}"

@@ -22,11 +22,11 @@ from ..link.within import main_says
 from ..resolve import value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
-from ..snapshot import local_weights, manifest
+from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
 from ..snapshot.receive import Received, received_in
-from ..snapshot.resume import CanResume
+from ..snapshot.resume import CanResume, damage_here
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
 from .loop import PlainLoop
@@ -52,7 +52,7 @@ class Origin(NamedTuple):
 
 def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
     """Raise CheckpointError if any byte of a checkpoint that Accelerate loads is damaged. A collective call of the ranks."""
-    wrong = main_says(link, accelerator, lambda: manifest.damage(checkpoint), f"the check of {checkpoint}")
+    wrong = damage_here(link, accelerator, checkpoint)
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 
@@ -87,9 +87,7 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
 
 def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
     """Copy a checkpoint's buffers into the model: Accelerate loads only those that a state_dict holds."""
-    file = checkpoint / local_weights.weights_file(lane)
-    if file.is_file():  # an older version wrote none
-        local_weights.restore(model, file, local_weights.buffers(model))
+    local_weights.restore(model, checkpoint, local_weights.buffers(model), lane)
 
 
 def joins(link: Link, accelerator: Accelerator) -> bool:
@@ -139,7 +137,7 @@ def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Pa
     saved = disk.read_own(link, base)
     PlainLoop(accelerator).load_inner(base)
     # global params come with the engine: this is what is not trained, such as buffers
-    local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
+    local_weights.restore(model, base, (), link.lane)
     return saved, received.run
 
 
@@ -325,11 +323,11 @@ def check(
             *(link.region, facts.region),
         )
         return
-    if facts.num_regions != link.num_regions:
+    if len(facts.members) != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "
             "all. Unsent steps and residuals of regions that left are lost.",
-            *(facts.num_regions, link.num_regions),
+            *(len(facts.members), link.num_regions),
         )
     if facts.taken_over:
         logger.warning(

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 
 from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
-from ..snapshot import beside, folders, local_weights
 from ..snapshot import checkpoint as disk
+from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Saved
 from .resuming import in_all, refuse_damaged, restore_buffers
 from .training import Training
@@ -31,8 +31,7 @@ def write(training: Training, checkpoint: Path, whole: bool = False) -> None:
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
         with disk.saving(checkpoint):
             own = kept if whole else local_weights.buffers(model)
-            unsaved = local_weights.unsaved_buffers(model)
-            local_weights.write(checkpoint / local_weights.weights_file(link.lane), own, unsaved)
+            local_weights.write(model, checkpoint, own, link.lane)
 
 
 def seal(training: Training, checkpoint: Path) -> None:
@@ -81,14 +80,12 @@ def hook_into_saving(
         if home is not None and link.most_regions > 1 and number:
             mine = partial(folders.claim, home, number, link.region, link.members)
             main_says(link, accelerator, mine, f"whose folder {home} is")  # before Accelerate writes anything
-        else:
-            home = None
         result, project = None, accelerator.project_configuration
         limit = project.total_limit
         with spare(f"a checkpoint of step {training.inner_step}"), disk.saving(into):
             if given is not None:
                 place = main_says(
-                    link, accelerator, partial(beside.place_to_save, given), f"the place of {given}", Path
+                    link, accelerator, partial(folders.place_to_save, given), f"the place of {given}", Path
                 )
                 args, kwargs = (str(place), *args[1:]), {k: v for k, v in kwargs.items() if k != "output_dir"}
             if (
@@ -99,11 +96,9 @@ def hook_into_saving(
                 result = save_state(*args, **kwargs)
             finally:
                 project.total_limit = limit or project.total_limit
-            if home is not None and accelerator.is_main_process:
-                folders.forget_earlier(home, number)
             seal(training, folder[0])
             if given is not None:
-                main_says(link, accelerator, partial(beside.move_in, given), f"the new files of {given}")
+                main_says(link, accelerator, partial(folders.move_in, given), f"the new files of {given}")
                 result = str(given)
             if limit and project.automatic_checkpoint_naming and accelerator.is_main_process:
                 folders.rotate_named(folder[0].parent, limit)
@@ -116,7 +111,7 @@ def hook_into_saving(
         def load() -> None:
             if given is not None:
                 home = Path(given).expanduser()
-                main_says(link, accelerator, partial(beside.move_in, home), f"the new files of {home}")
+                main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
             load_state(*args, **kwargs)
             restore_buffers(training.model, folder[0], link.lane)
 

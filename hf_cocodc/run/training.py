@@ -166,9 +166,11 @@ class Training:
     @property
     def facts(self) -> Facts:
         """What identifies the run in a checkpoint, as it is now."""
-        return Facts.of(
-            self.link,
+        return Facts(
             step=self.inner_step,
+            region=self.link.region,
+            members=tuple(self.link.members),
+            num_lanes=self.link.num_lanes,
             settings=self.settings,
             finished=self.finished,
             journal=self.journal.name,

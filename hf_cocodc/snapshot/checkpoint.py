@@ -18,7 +18,7 @@ import json
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -38,15 +38,12 @@ from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from ..parts.tensors.memory import HOST
 from . import manifest
-from .durable import replace, saving
-from .folders import begin_run, run_of
-from .manifest import COMPLETE, FOLDER, FORMAT
+from .folders import run_of
+from .manifest import COMPLETE, FOLDER, FORMAT, replace, saving
 
 logger = logging.getLogger(__name__)
 
 _TENSOR = "$tensor"
-_FLOAT = "$float"
-"""In format 2, a number that is not finite."""
 _DEEPEST = 64
 """Most levels of a state."""
 
@@ -62,26 +59,21 @@ def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
     return _take_apart(value, "", tensors, {}), tensors
 
 
-def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state that `take_apart` took apart. Raises KeyError if a tensor is missing, ValueError if it is no such state."""
-    return _put_together(value, tensors, _DEEPEST)
-
-
-def _put_together(value: Any, tensors: dict[str, Tensor], levels: int) -> Any:
+def put_together(value: Any, tensors: dict[str, Tensor], levels: int = _DEEPEST) -> Any:
+    """The state that `take_apart` took apart. Raises KeyError if a tensor is missing, ValueError if it is no such state, or has
+    more `levels`.
+    """
     if not isinstance(value, dict | list):
         return value
     if not levels:
         raise ValueError(f"a state has more than {_DEEPEST} levels")
     if isinstance(value, list):
-        return [_put_together(each, tensors, levels - 1) for each in value]
-    for mark in (_TENSOR, _FLOAT):
-        if mark in value and (len(value) > 1 or not isinstance(value[mark], str)):
-            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor or a number")
+        return [put_together(each, tensors, levels - 1) for each in value]
     if _TENSOR in value:
+        if len(value) > 1 or not isinstance(value[_TENSOR], str):
+            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor")
         return tensors[value[_TENSOR]]
-    if _FLOAT in value:
-        return float(value[_FLOAT])
-    return {key: _put_together(each, tensors, levels - 1) for key, each in value.items()}
+    return {key: put_together(each, tensors, levels - 1) for key, each in value.items()}
 
 
 def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
@@ -108,17 +100,17 @@ class Facts:
     Attributes:
         step: inner steps made.
         region: the one that wrote it.
+        members: the regions that took part then.
         settings: of the method.
-        journal: name of the run's record in the journal; empty in checkpoints of older versions.
+        journal: name of the run's record in the journal.
         taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
-        model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
-        members: the regions that took part then; empty in checkpoints of older versions, where all did.
+        model, facts: `About.model` and `About.facts` of the run.
     """
 
     step: Count
     region: Count
-    num_regions: Positive
+    members: tuple[Count, ...]
     num_lanes: Positive
     settings: dict[str, Any]
     finished: bool
@@ -127,23 +119,6 @@ class Facts:
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    members: tuple[Count, ...] = ()
-
-    @property
-    def writers(self) -> Sequence[int]:
-        """The regions that took part then."""
-        return self.members or range(self.num_regions)
-
-    @classmethod
-    def of(cls, link: Link, **more: Any) -> "Facts":
-        """The facts that a link knows, and more."""
-        return cls(
-            region=link.region,
-            num_regions=len(link.members),
-            members=tuple(link.members),
-            num_lanes=link.num_lanes,
-            **more,
-        )
 
 
 class Saved(NamedTuple):
@@ -177,7 +152,6 @@ def begin(checkpoint: Path) -> None:
     with saving(checkpoint):
         (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
         (checkpoint / COMPLETE).unlink(missing_ok=True)
-    begin_run(checkpoint, run_of(checkpoint.parent))
 
 
 def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
@@ -206,13 +180,14 @@ def read(checkpoint: Path, lane: int = 0, with_values: bool = True) -> Saved:
     """The engine's state and the facts of its run, from a checkpoint of which `damage` has found none. Raises CheckpointError if
     it holds no such state, or none of this lane. Without `with_values` all tensors are empty.
     """
-    if not (checkpoint / state_file(lane)).is_file():
+    path = checkpoint / state_file(lane)
+    if lane and not path.is_file():
         raise CheckpointError(
             f"{checkpoint} has no {state_file(lane)}: a region with fewer ranks wrote it. Launch the region with as many ranks "
             "as then."
         )
-    with refusing(checkpoint / FOLDER):
-        content = _content_of(checkpoint, lane)
+    with refusing(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
         tensors: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, device=HOST))
         if with_values:
@@ -230,25 +205,6 @@ def mark_taken_over(checkpoint: Path) -> None:
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**content, "weights": {}, "taken_over": True}), encoding="utf-8")
-
-
-def trained(checkpoint: Path) -> frozenset[str]:
-    """Names of the parameters that a complete checkpoint's run trains. Raises CheckpointError if it is damaged."""
-    with refusing(checkpoint / state_file()):
-        return names_in(_content_of(checkpoint)["state"]["layout"])
-
-
-def facts_of(checkpoint: Path) -> Facts:
-    """The facts of a complete checkpoint, without reading its tensors. Raises CheckpointError if it is damaged."""
-    with refusing(checkpoint / state_file()):
-        return msgspec.convert(_content_of(checkpoint), Facts)
-
-
-def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
-    content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
-    if type(content.get("journal")) is int:  # format 2 counted its bytes
-        del content["journal"]
-    return {"taken_over": content.get("joining", False), **content}  # its name in format 2
 
 
 @contextlib.contextmanager

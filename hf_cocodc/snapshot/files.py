@@ -26,6 +26,7 @@ from ..link.base import Link
 from ..link.spreading import spread
 from . import checkpoint as disk
 from . import folders, local_weights, manifest
+from .manifest import FOLDER, files_below, saving
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,9 @@ _STATES = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)")
 """States that Trainer and Accelerate save, and load with `weights_only=True`."""
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
-    rf"{disk.FOLDER}/state(-lane\d+)?\.json|{disk.FOLDER}/(global|local)-lane\d+\.safetensors"
-    rf"|{_STATES.pattern}|{disk.FOLDER}/optimizer_\d+\.pt"
-    rf"|(?!{disk.FOLDER}/)({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
+    rf"{FOLDER}/state(-lane\d+)?\.json|{FOLDER}/(global|local)-lane\d+\.safetensors"
+    rf"|{_STATES.pattern}|{FOLDER}/optimizer_\d+\.pt"
+    rf"|(?!{FOLDER}/)({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )
 """Names of the files that may reach another region: ours, states, the global model's and Trainer's state. A sharded optimizer, a
 folder that has a pickle of another kind, travels as one file.
@@ -65,10 +66,7 @@ def check_files(sizes: Any, source: int) -> dict[str, int]:
 
 def files_in(folder: Path) -> dict[str, Path]:
     """The files below a folder that may travel, by their names in a checkpoint."""
-    paths = {
-        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    return {name: path for name, path in paths.items() if _KNOWN.fullmatch(name)}
+    return {name: path for name, path in files_below(folder).items() if _KNOWN.fullmatch(name)}
 
 
 @contextmanager
@@ -79,13 +77,14 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
     aside = checkpoint.with_name(f"{checkpoint.name}.sent")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        with disk.saving(aside):
-            (aside / disk.FOLDER).mkdir(parents=True)
+        with saving(aside):
+            (aside / FOLDER).mkdir(parents=True)
             for state in checkpoint.glob("optimizer_*"):
                 if state.is_dir():
-                    dcp_to_torch_save(state, aside / disk.FOLDER / f"{state.name}.pt")
+                    dcp_to_torch_save(state, aside / FOLDER / f"{state.name}.pt")
+            trained = disk.read(checkpoint, with_values=False).synchronized
             for path in checkpoint.glob(local_weights.weights_file("*")):
-                _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
+                _leave_out(path, trained, aside / FOLDER / path.name)
         listed = manifest.read(checkpoint).files  # what a user has added stays
         own = {name: path for name, path in files_in(checkpoint).items() if name in listed}
         yield own | files_in(aside)
@@ -99,7 +98,7 @@ def make_own(checkpoint: Path) -> None:
         for path in checkpoint.iterdir():
             if _STATES.fullmatch(path.name):
                 check_state(path)
-        for path in (checkpoint / disk.FOLDER).glob("optimizer_*.pt"):
+        for path in (checkpoint / FOLDER).glob("optimizer_*.pt"):
             # that function reads whatever a pickle holds: it gets one of ours
             torch.save(torch.load(path, map_location="cpu", weights_only=True), path)
             torch_save_to_dcp(path, checkpoint / path.stem)
@@ -137,25 +136,22 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
         CheckpointError: a file cannot be sent or has an unknown name, or the disk refuses.
     """
     source = min(holders)
-    lacking = link.region not in holders
-    if lacking:
+    if link.region not in holders:
         logger.warning(
-            "region %d has no complete checkpoint of step %s: it takes over region %d's.",
-            *(link.region, checkpoint.name.removeprefix(folders.PREFIX), source),
+            "region %d has no complete checkpoint of step %d: it takes over region %d's.",
+            *(link.region, folders.step_of(checkpoint), source),
         )
-    half = checkpoint.with_name(f"{checkpoint.name}.half")
-    if link.region == source:
-        with files_to_send(checkpoint) as files:
-            _travel(link, source, files, None)
-        return
-    _travel(link, source, {}, half if lacking else None)
-    if lacking:
-        with disk.saving(checkpoint):
-            make_own(half)
-            folders.make_room(checkpoint, run)
-            half.rename(checkpoint)
+        with saving(checkpoint):
+            folders.make_room(checkpoint)
+        _travel(link, source, {}, checkpoint)
+        make_own(checkpoint)
         folders.begin_run(checkpoint.parent, run)
         disk.seal(checkpoint)
+    elif link.region == source:
+        with files_to_send(checkpoint) as files:
+            _travel(link, source, files, None)
+    else:
+        _travel(link, source, {}, None)
 
 
 def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
@@ -165,8 +161,6 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
         link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"
     )
     expected = check_files(_parsed(listed), source)
-    if into is not None:
-        shutil.rmtree(into, ignore_errors=True)
     for name, size in expected.items():
         for start in range(0, max(size, 1), _CHUNK_BYTES):
             chunk = b""
@@ -178,9 +172,9 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
             if len(chunk) != min(size - start, _CHUNK_BYTES):
                 raise LinkError(f"region {source} sends {name} with another length than it has said.")
             if into is not None:
-                with disk.saving(into):
+                with saving(into):
                     (into / name).parent.mkdir(parents=True, exist_ok=True)
-                    with (into / name).open("ab") as file:
+                    with (into / name).open("ab" if start else "wb") as file:
                         file.write(chunk)
 
 

@@ -8,9 +8,11 @@ finds it. Regions on one disk share these links.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Collection
@@ -18,18 +20,16 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from . import manifest
-from .durable import replace, saving
-from .manifest import FOLDER
+from .manifest import COMPLETE, FOLDER, SAVED_BY, replace, saving, sync
 
 logger = logging.getLogger(__name__)
 
 RUN = f"{FOLDER}/run"
-"""In a folder of checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
+"""In a folder of checkpoints: the number of the run that writes there now. In a checkpoint, its list has the number."""
 SAVED = f"{FOLDER}/saved"
 """File in a region's folder: the run whose final model lies there, and that model's inner step."""
 PREFIX = "checkpoint-"
 _NAMED = re.compile(r"checkpoint_\d+")
-SAVED_BY = "saved-by-"
 _DELETED = ".deleted"
 _WRITE_S = 1.0
 """Seconds that another region may take to write into a file that it has just made."""
@@ -65,7 +65,7 @@ def _check(text: str) -> str:
 
 def point(folder: Path) -> None:
     """Link the complete checkpoints of the run that writes to a region's folder beside it, and remove other links to there."""
-    good = {path.name for path in checkpoints(folder).values() if unusable(path) is None}
+    good = {path.name for path in usable(folder).values()}
     try:
         for link in folder.parent.glob(f"{PREFIX}*"):
             if (
@@ -91,9 +91,10 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
     `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{SAVED_BY}{run:x}"
+    path = folder / f"{SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
+        tidy_up([each for each in folder.glob(f"{SAVED_BY}*") if each != path])  # of earlier runs
         try:
             with path.open("x", encoding="ascii") as file:
                 file.write(f"{region}\n")
@@ -111,13 +112,6 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
         )
 
 
-def forget_earlier(folder: Path, run: int) -> None:
-    """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{SAVED_BY}*"):
-        if path.name != f"{SAVED_BY}{run:x}":
-            tidy_up([path])
-
-
 def _region_in(path: Path) -> int | None:
     """The region that a file names; None if it names none."""
     until = time.monotonic() + _WRITE_S
@@ -131,39 +125,48 @@ def unusable(checkpoint: Path, run: int | None = None) -> str | None:
     """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint, by its list alone; None if it
     can.
     """
-    if is_of_another_run(checkpoint, run):
-        return "it is of an earlier run in this folder; give its path to continue that run"
-    return manifest.unreadable(checkpoint)
+    try:
+        if manifest.read(checkpoint).run != (run_of(checkpoint.parent) if run is None else run):
+            return "it is of an earlier run in this folder; give its path to continue that run"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
-    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
-    try:
-        wanted = run_of(checkpoint.parent) if run is None else run
-        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
-    except ValueError:
-        return False  # the list is damaged
+    """Whether this version reads a checkpoint, and another run than `run` wrote it (None: the one that writes there now)."""
+    return manifest.unreadable(checkpoint) is None and unusable(checkpoint, run) is not None
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
-    by_step = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        step = path.name.removeprefix(PREFIX)
-        if path.is_dir() and step.isdecimal():
-            by_step[int(step)] = path
+    by_step = {step_of(path): path for path in folder.glob(f"{PREFIX}*") if step_of(path) and path.is_dir()}
     return dict(sorted(by_step.items()))
 
 
+def usable(folder: Path, run: int | None = None) -> dict[int, Path]:
+    """Those checkpoints in a folder from which `run` can continue (see `unusable`)."""
+    return {step: path for step, path in checkpoints(folder).items() if unusable(path, run) is None}
+
+
+def step_of(checkpoint: Path) -> int:
+    """The inner step of `checkpoint-N`; 0 if a path has another name."""
+    step = checkpoint.name.removeprefix(PREFIX)
+    return int(step) if step.isdecimal() and checkpoint.name.startswith(PREFIX) else 0
+
+
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. Those of an earlier run are not counted, and
-    stay.
+    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What was never completed counts, too. Complete
+    ones of an earlier run do not, and stay.
 
     Kept are those that a region may still need: `keep`, and from step `saved_everywhere` on, the newest complete in every
     region.
     """
-    run = run_of(folder)
-    by_step = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
+    by_step = {
+        step: path
+        for step, path in checkpoints(folder).items()
+        if unusable(path) is None or not manifest.is_sealed(path)
+    }
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
     discard([by_step[step] for step in old[: max(surplus, 0)]], folder)
@@ -179,23 +182,22 @@ def rotate_named(folder: Path, limit: int) -> None:
     discard([names[number] for number in sorted(names)[:-limit]], folder)
 
 
-def make_room(checkpoint: Path, run: int | None = None) -> None:
-    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now). A complete one is renamed,
-    because a user may have put files into it; what a killed process left is deleted.
+def make_room(checkpoint: Path) -> None:
+    """Clear the place of a checkpoint. A complete one is renamed: it may be another run's, or a user may have put files into it.
+    What a killed process left is deleted.
     """
     if not manifest.is_sealed(checkpoint):
         discard([checkpoint], checkpoint.parent)
         return
-    other = is_of_another_run(checkpoint, run)
-    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
-    ours = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    matches = (ours.fullmatch(each.name) for each in checkpoint.parent.iterdir())
-    newest = max((int(match[1] or 1) for match in matches if match), default=0)
-    aside = checkpoint.with_name(f"{name}-{newest + 1}" if newest else name)
-    logger.warning(
-        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
-    )
+    aside = _free(checkpoint.with_name(f"{checkpoint.name}.replaced"))
+    logger.warning("%s is there already: it is renamed to %s.", checkpoint, aside)
     checkpoint.rename(aside)
+
+
+def _free(path: Path) -> Path:
+    """This path, or the first of `path-2`, `path-3`, ... at which nothing is there."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
 
 
 def discard(checkpoints: Collection[Path], folder: Path) -> None:
@@ -203,10 +205,7 @@ def discard(checkpoints: Collection[Path], folder: Path) -> None:
     may be open elsewhere (NFS, an upload). It is tried again with the next checkpoint.
     """
     for checkpoint in checkpoints:
-        aside, number = checkpoint.with_name(f".{checkpoint.name}{_DELETED}"), 1
-        while os.path.lexists(aside):
-            number += 1
-            aside = checkpoint.with_name(f".{checkpoint.name}{_DELETED}-{number}")
+        aside = _free(checkpoint.with_name(f".{checkpoint.name}{_DELETED}"))
         try:
             checkpoint.rename(aside)  # none that is half deleted has a checkpoint's name
         except FileNotFoundError:
@@ -232,11 +231,54 @@ def tidy_up(paths: Collection[Path]) -> None:
         logger.warning("%s cannot be deleted (%s): it is tried again with the next checkpoint.", *failed)
 
 
-def _writer(checkpoint: Path) -> int | None:
-    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
-    with contextlib.suppress(ValueError):
-        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
-    return None
+def place_to_save(checkpoint: Path) -> Path:
+    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder.
+
+    A loop may save into one folder again and again: at each moment a complete checkpoint is there. The new one is written as
+    `NAME.next`. When it is complete, its files move into the folder, the list of them last. A process that is killed while they
+    move leaves `NAME.next/cocodc/COMPLETE`: whoever loads or saves next goes on moving.
+    """
+    move_in(checkpoint)
+    beside = _beside(checkpoint)
+    if not manifest.is_sealed(checkpoint):
+        return checkpoint
+    try:
+        if beside.exists():  # a killed process left it
+            shutil.rmtree(beside)
+        beside.mkdir()
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written beside the checkpoint in %s (%s): until the new one is complete, there is none.",
+            *(beside, checkpoint, error),
+        )
+        return checkpoint
+    return beside
+
+
+def move_in(checkpoint: Path) -> None:
+    """Move what lies complete beside a checkpoint into its folder; does nothing if nothing is there."""
+    beside = _beside(checkpoint)
+    if manifest.unreadable(beside) is not None:
+        return
+    new, old = manifest.read(beside).files, {}
+    with contextlib.suppress(ValueError):  # none, or a damaged one
+        old = manifest.read(checkpoint).files
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    tidy_up([checkpoint / name for name in old.keys() - new.keys()])
+    for name in new:
+        if (beside / name).exists():  # else it has moved before
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(beside / name, checkpoint / name)
+    for folder in {(checkpoint / name).parent for name in (*new, COMPLETE)}:
+        sync(folder)
+    os.replace(beside / COMPLETE, checkpoint / COMPLETE)
+    sync(checkpoint / FOLDER)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _beside(checkpoint: Path) -> Path:
+    whole = checkpoint.absolute()
+    return whole.with_name(f"{whole.name}.next")
 
 
 def note_saved(folder: Path, step: int) -> None:
@@ -250,8 +292,6 @@ def is_saved(folder: Path, step: int) -> bool:
     earlier run may lie there too, or one that this run saved before it went on.
     """
     checkpoint = folder / f"{PREFIX}{step}"
-    if manifest.unreadable(checkpoint) is not None:
-        return False
     noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
     if noted != f"{run_of(folder)} {step}".encode():
         return False

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..parts.tensors.flat import alone, digests, local_shard, reshard
-from .durable import replace
-from .manifest import FOLDER
+from .manifest import FOLDER, replace
 
 _UNSAVED = "unsaved_buffers"
 """Metadata of the file: a JSON list of the buffers that a state_dict leaves out."""
@@ -62,29 +61,26 @@ def has_a_base(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "is_quantized", False))
 
 
-def unsaved_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that a state_dict leaves out."""
-    saved = model.state_dict(keep_vars=True)
-    return [name for name, _ in model.named_buffers() if name not in saved]
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = ()) -> None:
-    """Write tensors, of which two may share memory, into a file that is complete or absent. For `unsaved` see
-    `unsaved_buffers`: the model may make these only at its first forward pass.
+def write(model: nn.Module, checkpoint: Path, tensors: Mapping[str, Tensor], lane: int = 0) -> None:
+    """Write these tensors of an unwrapped model, of which two may share memory, into our file in a checkpoint. It says which
+    a state_dict leaves out: the model may make such a buffer only at its first forward pass.
     """
+    saved = model.state_dict(keep_vars=True)
+    unsaved = json.dumps(sorted(name for name, _ in model.named_buffers() if name not in saved))
     content = {name: alone(tensor) for name, tensor in tensors.items()}
-    replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
+    replace(checkpoint / weights_file(lane), lambda half: save_file(content, half, {_UNSAVED: unsaved}))
 
 
 @torch.no_grad()
-def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
-    """Copy a file's tensors into an unwrapped model, in place; the file may hold more than the names `expected`.
+def restore(model: nn.Module, checkpoint: Path, expected: Iterable[str], lane: int = 0) -> None:
+    """Copy the tensors of a checkpoint's file into an unwrapped model, in place; there may be more than the names `expected`.
 
     A buffer takes the shape that it had when it was saved. One that a state_dict leaves out is made if the model lacks it yet.
 
     Raises:
         CheckpointError: the file lacks a name, or has one that the model does not have, or another shape or type.
     """
+    path = checkpoint / weights_file(lane)
     own = _all(model)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
@@ -98,8 +94,8 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
         for name in sorted((names - own.keys()) | (set(expected) - names)):
             has, lacks = (path.name, "the model") if name in names else ("the model", path.name)
             raise CheckpointError(
-                f"{path.parent.parent} cannot be resumed from: {has} has {name}, {lacks} does not. Resume with the model and the "
-                f"versions of the libraries that wrote it, or start a new run from its global model ({path.parent.parent})."
+                f"{checkpoint} cannot be resumed from: {has} has {name}, {lacks} does not. Resume with the model and the "
+                f"versions of the libraries that wrote it, or start a new run from its global model ({checkpoint})."
             )
         for name in file.keys():  # noqa: SIM118
             tensor, here = file.get_tensor(name), own[name]
@@ -110,7 +106,7 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
                 setattr(model.get_submodule(owner), last, tensor.to(here.device, copy=True))
             else:
                 raise CheckpointError(
-                    f"{path.parent.parent} cannot be resumed from: {name} is {list(tensor.shape)} {tensor.dtype} in {path.name}, "
+                    f"{checkpoint} cannot be resumed from: {name} is {list(tensor.shape)} {tensor.dtype} in {path.name}, "
                     f"and {list(here.shape)} {here.dtype} in the model. Resume with the model that wrote it."
                 )
 

@@ -6,6 +6,7 @@ import queue
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,10 @@ from ..net.letters import Member
 from ..net.pairs import Stream
 from ..net.validation import Count
 from ..status import tell
-from . import checkpoint as disk
-from . import folders, manifest
-from .donor import HEARTBEAT_S, Offer, OpenStream, offered
+from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered
 from .files import check_files, make_own
-from .frames import Frames
+from .folders import PREFIX
+from .manifest import saving
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _AGAIN_S = 10.0
 
 
 class Received(NamedTuple):
-    """What all ranks of a region know of a base: its folder, which is a checkpoint that can be loaded; the region that wrote
+    """What all ranks of a region know of a base: its folder, a checkpoint without a list of its files; the region that wrote
     it; its inner step; the number of the run; and what the regions of the run agreed on before step 1.
     """
 
@@ -100,16 +100,11 @@ def receive(
         CheckpointError: what comes is no base, or the disk refuses.
     """
     ours = f".region-{region}{NAME}"
-    checkpoint = folder / f"{folders.PREFIX}{offer.step}{ours}"
-    half = checkpoint.with_name(f"{checkpoint.name}.half")
-    for old in (*folder.glob(f"{folders.PREFIX}*{ours}"), *folder.glob(f"{folders.PREFIX}*{ours}.half")):
+    for old in folder.glob(f"{PREFIX}*{ours}"):
         shutil.rmtree(old, ignore_errors=True)
-    try:
+    base = folder / f"{PREFIX}{offer.step}{ours}"
+    with _losing(f"region {donor} has offered a base, and is not reached"):
         stream = open_stream(offer.number, _CONNECT_S, alive)
-    except DonorLost:
-        raise
-    except LinkError as error:
-        raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
     frames = Frames(
         stream,
         bytes.fromhex(offer.token),
@@ -117,18 +112,16 @@ def receive(
         patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
     try:
-        about, num_bytes = _receive_files(frames, half, donor, most)
+        with _losing(f"region {donor} sends its base no more"):
+            about, num_bytes = _receive_files(frames, base, donor, most)
         run, started = _told(about)
-        with disk.saving(checkpoint):
-            make_own(half)
-            half.rename(checkpoint)
-        manifest.write(checkpoint, run)
+        make_own(base)
     except BaseException:
         frames.close()
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(base, ignore_errors=True)
         raise
     logger.info("a base of step %d has come from region %d.", offer.step, donor)
-    return Base(Received(checkpoint, donor, offer.step, run, started), frames, num_bytes)
+    return Base(Received(base, donor, offer.step, run, started), frames, num_bytes)
 
 
 def largest_base(model: nn.Module) -> int:
@@ -137,26 +130,21 @@ def largest_base(model: nn.Module) -> int:
     return _BYTES_OF_A_VALUE * values + _BASE_MARGIN
 
 
-def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
+def _receive_files(frames: Frames, into: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
     """Write the files of a base; returns what the donor says about it, and their bytes."""
-    try:
-        about = frames.receive()
-        sizes = check_files(about.get("files"), donor)
-        num_bytes = sum(sizes.values())
-        if num_bytes > most:
-            raise LinkError(
-                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
-                f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
-                "others train: stop all regions, and resume them together."
-            )
-        for name, size in sizes.items():
-            with disk.saving(half):
-                _receive_file(frames, half / name, size)
-        return about, num_bytes
-    except DonorLost:
-        raise
-    except LinkError as error:
-        raise DonorLost(f"region {donor} sends its base no more: {error}") from error
+    about = frames.receive()
+    sizes = check_files(about.get("files"), donor)
+    num_bytes = sum(sizes.values())
+    if num_bytes > most:
+        raise LinkError(
+            f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
+            f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
+            "others train: stop all regions, and resume them together."
+        )
+    for name, size in sizes.items():
+        with saving(into):
+            _receive_file(frames, into / name, size)
+    return about, num_bytes
 
 
 def _receive_file(frames: Frames, path: Path, size: int) -> None:
@@ -183,28 +171,37 @@ def _told(about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
     """See `Base`."""
     try:
-        while True:
-            line = frames.receive()
-            why = short(line.get("why", line["kind"]), _LONGEST_WHY)
-            if line["kind"] == "item":
-                yield from_plain(frames.receive_tree(line, largest))
-            elif line["kind"] == "alive":
-                continue
-            elif line["kind"] == "end" and line.get("how") == "in":
-                return
-            elif line["kind"] == "end" and line.get("how") == "over":
-                raise RunOver(
-                    f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
-                    f"region {donor} and the others have the model."
-                )
-            else:
-                raise LinkError(f"{why}.")
+        with _losing(f"region {donor} sends its log no more"):
+            while True:
+                line = frames.receive()
+                why = short(line.get("why", line["kind"]), _LONGEST_WHY)
+                match line["kind"], line.get("how"):
+                    case "item", _:
+                        yield from_plain(frames.receive_tree(line, largest))
+                    case "alive", _:
+                        continue
+                    case "end", "in":
+                        return
+                    case "end", "over":
+                        raise RunOver(
+                            f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
+                            f"region {donor} and the others have the model."
+                        )
+                    case _:
+                        raise LinkError(f"{why}.")
+    finally:
+        frames.close()
+
+
+@contextmanager
+def _losing(what: str) -> Iterator[None]:
+    """Inside the block, an error of the stream means that the donor is lost; `what` says how."""
+    try:
+        yield
     except (RunOver, DonorLost):
         raise
     except LinkError as error:
-        raise DonorLost(f"region {donor} sends its log no more: {error}") from error
-    finally:
-        frames.close()
+        raise DonorLost(f"{what}: {error}") from error
 
 
 class Donors:

@@ -1,16 +1,15 @@
 """Regions choose the checkpoint that all of them resume from.
 
 Each region says what it was asked for and which checkpoints it holds. `choose`, the same pure rule in all regions, picks one. The
-files of that one are compared with its list, which costs a second per GB. Where it is damaged, the region takes it off its own
-list, and the rule is asked again.
+files of that one are compared with its list, which costs a second per GB. Where it is damaged, all take it off the region's
+holdings, and the rule is asked again.
 """
 
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,10 +41,10 @@ class CanResume(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint that a region can resume from, unless its files are damaged. `writers` are the regions that took part."""
+    """A checkpoint that a region can resume from, unless its files are damaged. `members` are the regions that took part."""
 
     step: Positive
-    writers: tuple[Count, ...]
+    members: tuple[Count, ...]
 
 
 class ResumeRequest(NamedTuple):
@@ -84,6 +83,11 @@ class Holdings:
     num_damaged: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
 
+    def without(self, step: int) -> "Holdings":
+        """What is left where the checkpoint of this step is damaged."""
+        held = tuple(each for each in self.held if each.step != step)
+        return replace(self, num_damaged=self.num_damaged + 1, held=held)
+
 
 class Choice(NamedTuple):
     """The checkpoint that all regions resume from; step 0 to start from step 0.
@@ -120,7 +124,7 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
     newest = max(step for steps in held.values() for step in steps)
     of_newest = {region: steps[newest] for region, steps in held.items() if newest in steps}
     # one of them may have been lost between their saves: the others have gone on without it
-    writers = set.intersection(*(set(each.writers) for each in of_newest.values()))
+    writers = set.intersection(*(set(each.members) for each in of_newest.values()))
     # a region that joined later has the newest one only if it took it over
     counting = {r: s for r, s in held.items() if s and (r in of_newest or r in writers)}
     common = set.intersection(*map(set, counting.values()))
@@ -160,28 +164,28 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     first = next((region for region, each in asked.items() if each.resumes), None)
     if first is None:
         return Start(None)
-    refuse_discord(asked)
+    _refuse_discord(asked, first)
     if not asked[link.region].resumes:
         logger.warning(
             "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
         )
     if asked[first].is_exact:
-        checkpoint = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
-        start = Start(checkpoint, manifest.read(checkpoint).run)
+        start = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
     else:
         bounds = [each.step for each in asked.values() if each.step]
-        start = _of_all(link, Inventory(link, accelerator, folder), min(bounds, default=None))
+        start = _of_all(link, accelerator, folder, min(bounds, default=None))
     if start.checkpoint is not None:
         logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
 
 
-def refuse_discord(asked: Mapping[int, ResumeRequest]) -> None:
-    """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has.
+def _refuse_discord(asked: Mapping[int, ResumeRequest], first: int) -> None:
+    """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has. Region
+    `first` is to resume.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
     """
-    first, wanted = next((region, each) for region, each in asked.items() if each.resumes)
+    wanted = asked[first]
     way_out = (
         "Give every region the same step, or let regions find the newest checkpoint that all of them have: "
         "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."
@@ -209,19 +213,16 @@ def _asked_of_all(
 
     def of_this() -> ResumeRequest:
         if not wanted:
-            checkpoints = folders.checkpoints(folder).values()
-            has_some = any(folders.unusable(path) is None for path in checkpoints)
-            return ResumeRequest(False, has_some=has_some)
+            return ResumeRequest(False, has_some=bool(folders.usable(folder)))
         if wanted is True:
             return ResumeRequest(True)
-        path = Path(wanted)
-        step = path.name.removeprefix(folders.PREFIX)
+        path, step = Path(wanted), folders.step_of(Path(wanted))
         is_there = path.is_dir() or (folder / path.name).is_dir()
         is_beside = path.absolute().parent.resolve() == folder.absolute().parent.resolve()
-        if not step.isdecimal():
+        if not step:
             return ResumeRequest(True, is_exact=True, is_there=is_there)
         is_link = is_beside and (manifest.is_sealed(path) or not path.is_dir())
-        return ResumeRequest(True, not is_link, int(step), is_there)
+        return ResumeRequest(True, not is_link, step, is_there)
 
     what = "what to begin from"
     own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
@@ -235,9 +236,14 @@ def _of_region(checkpoint: Path, region: int) -> Path:
     return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
 
 
-def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
+def damage_here(link: Link, accelerator: Accelerator, checkpoint: Path) -> str | None:
+    """What is wrong with this region's checkpoint, as `manifest.damage` finds it. A collective call of the region's ranks."""
+    return main_says(link, accelerator, partial(manifest.damage, checkpoint), f"the check of {checkpoint}")
+
+
+def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Start:
     """The checkpoint at the path that this region was given. Raises CheckpointError unless it is good in every region."""
-    wrong = main_says(link, accelerator, partial(manifest.damage, checkpoint), f"the check of {checkpoint}")
+    wrong = damage_here(link, accelerator, checkpoint)
     own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
     verdicts = gather(link, own, "the checkpoint to resume from")
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
@@ -249,7 +255,7 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
             "region the path of its own checkpoint of one run."
         )
     if not bad:
-        return checkpoint
+        return Start(checkpoint, own.run)
     way_out = "Give the path of another one, or let regions find the newest that all of them have: resume_from_checkpoint=True"
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be resumed from: {wrong}. {way_out}.")
@@ -258,154 +264,128 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     )
 
 
-def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
-    """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's. Raises CheckpointError
-    if all are damaged, or the disk refuses.
+def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | None) -> Start:
+    """The newest checkpoint of step `bound` at most, hashed where it is held; a region that lacks it takes over another region's.
+
+    Raises:
+        CheckpointError: all are damaged, the number of the run cannot be read, or the disk refuses.
+        LinkError: another region sends no list of checkpoints.
     """
-    choice = inventory.choose(bound)
+    own, unused = main_says(
+        link,
+        accelerator,
+        partial(_look, folder, bound),
+        "the check of this region's checkpoints",
+        partial(msgspec.convert, type=tuple[Holdings, dict[int, str]], str_keys=True),
+    )
+    choice, holdings = _choice_of_all(link, accelerator, folder, own, unused)
+    checkpoint = folder / f"{folders.PREFIX}{choice.step}"
+    skipped = [
+        f"region {link.region}: {folder / f'{folders.PREFIX}{step}'} is not used: {wrong}."
+        for step, wrong in sorted(unused.items(), reverse=True)
+        if step > choice.step
+    ]
+    for sentence in skipped:
+        logger.warning("%s", sentence)
     if not choice.step:
-        inventory.refuse_damaged(bound)
+        _refuse_damaged(holdings, skipped, bound)
+        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        return Start(None, 0, skipped)
+    own = holdings[link.region]
+    if own.held and own.run != choice.run:
+        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
+    elif link.region in choice.absent:
         logger.warning(
-            "no region has a complete checkpoint (%s in this one): starting from step 0.", inventory.folder
+            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+            *(link.region, choice.newest),
         )
-        return Start(None, 0, inventory.skipped)
-    checkpoint = inventory.folder / f"{folders.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         link.lead(
             lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
             "another region's checkpoint",
         )
-    return Start(checkpoint, choice.run, inventory.skipped)
+    return Start(checkpoint, choice.run, skipped)
 
 
-@dataclass
-class Inventory:
-    """A region's folder of checkpoints, as it shows them to the others.
-
-    All ranks of the region make the same calls in the same order; the main process looks at the disk.
-
-    Attributes:
-        skipped: one sentence for each checkpoint that was looked at and cannot be used.
-        holdings: what all regions have, once a choice was made.
+def _choice_of_all(
+    link: Link, accelerator: Accelerator, folder: Path, own: Holdings, unused: dict[int, str]
+) -> tuple[Choice, dict[int, Holdings]]:
+    """The choice of all regions, hashed where it is held, and what they hold undamaged. What is found damaged in this region goes
+    into `unused`.
     """
+    holdings = _of_every_region(link, own)
+    while (choice := choose(holdings)).step:
+        checkpoint, wrong = folder / f"{folders.PREFIX}{choice.step}", None
+        if link.region in choice.holders:
+            wrong = damage_here(link, accelerator, checkpoint)
+        verdicts = gather(link, CanResume(wrong is None), f"the check of {checkpoint.name}")
+        bad = {region for region in choice.holders if region in verdicts and not verdicts[region].is_good}
+        if not bad and verdicts.keys() == holdings.keys():
+            break
+        if wrong is not None:
+            unused[choice.step] = wrong
+        holdings = {
+            region: each.without(choice.step) if region in bad else each
+            for region, each in holdings.items()
+            if region in verdicts  # else it was lost meanwhile
+        }
+    return choice, holdings
 
-    link: Link
-    accelerator: Accelerator
-    folder: Path
-    skipped: list[str] = field(default_factory=list)
-    holdings: Mapping[int, Holdings] = field(default_factory=dict)
-    _damaged: dict[int, str] = field(default_factory=dict)
 
-    def tell(self, bound: int | None = None) -> dict[int, Holdings]:
-        """What all regions hold, with checkpoints of step `bound` at most. A collective call.
+def _of_every_region(link: Link, own: Holdings) -> dict[int, Holdings]:
+    texts = spread_all(link, msgspec.json.encode(own), "its checkpoints", _MOST_BYTES)
+    link.count_broadcasts()  # they are not training's
+    holdings = {}
+    for region, text in texts.items():
+        try:
+            holdings[region] = msgspec.json.decode(text, type=Holdings)
+        except (ValueError, RecursionError) as error:
+            raise LinkError(
+                f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
+            ) from error
+    return holdings
 
-        Raises:
-            CheckpointError: the number of the run cannot be read.
-            LinkError: another region sends no such list.
-        """
-        look = partial(self._look, bound)
-        own, self.skipped = main_says(
-            self.link, self.accelerator, look, "the check of this region's checkpoints"
-        )
-        texts = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
-        self.link.count_broadcasts()  # they are not training's
-        holdings = {}
-        for region, text in texts.items():
+
+def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
+    """What lies in a region's folder, with checkpoints of step `bound` at most; and why others cannot be used, by their steps.
+    Raises CheckpointError if the number of the run cannot be read.
+    """
+    found, run = folders.checkpoints(folder), folders.run_of(folder)
+    if not run:  # checkpoints were copied there alone
+        runs = [manifest.read(path).run for path in found.values() if manifest.unreadable(path) is None]
+        run = runs[-1] if runs else 0
+    held: list[HeldCheckpoint] = []
+    unused, num_damaged = {}, 0
+    for step, path in reversed(found.items()):
+        if bound is not None and step > bound:
+            continue
+        wrong = folders.unusable(path, run)
+        if wrong is None:
             try:
-                holdings[region] = msgspec.json.decode(text, type=Holdings)
-            except (ValueError, RecursionError) as error:
-                raise LinkError(
-                    f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
-                ) from error
-        return holdings
-
-    def choose(self, bound: int | None = None) -> Choice:
-        """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
-
-        Step 0 may also mean that they have only damaged ones (`refuse_damaged`). Raises LinkError if a region lists a checkpoint
-        again that it has found damaged: this would never end.
-        """
-        link, own = self.link, self.link.region
-        found_damaged: set[tuple[int, int]] = set()
-        while True:
-            holdings = self.holdings = self.tell(bound)
-            for region, step in found_damaged:
-                if step in {each.step for each in holdings[region].held}:
-                    raise LinkError(
-                        f"region {region} lists {folders.PREFIX}{step}, which it has found damaged before. Look at its disk, "
-                        "then start all regions again."
-                    )
-            choice = choose(holdings)
-            if not choice.step:
-                break
-            path, wrong = self.folder / f"{folders.PREFIX}{choice.step}", None
-            if own in choice.holders:
-                wrong = main_says(
-                    link, self.accelerator, partial(manifest.damage, path), f"the check of {path}"
-                )
-            verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
-            bad = {(region, choice.step) for region, verdict in verdicts.items() if not verdict.is_good}
-            if not bad:
-                break
-            found_damaged |= bad
-            if wrong is not None:
-                self._damaged[choice.step] = wrong
-        for sentence in self.skipped:
-            logger.warning("%s", sentence)
-        if holdings[own].held and holdings[own].run != choice.run:
-            logger.warning("region %d holds checkpoints of another run: they are not used.", own)
-        elif own in choice.absent:
-            logger.warning(
-                "region %d was not there when the checkpoints of step %d were written: its own are not used.",
-                *(own, choice.newest),
-            )
-        return choice
-
-    def _look(self, bound: int | None) -> tuple[dict[str, Any], list[str]]:
-        """What this region holds, and a sentence for each newer checkpoint that cannot be used."""
-        run = self._run()
-        held: list[HeldCheckpoint] = []
-        skipped, num_damaged = [], 0
-        for step, path in reversed(folders.checkpoints(self.folder).items()):
-            if bound is not None and step > bound:
+                held.append(HeldCheckpoint(step, disk.read(path, with_values=False).facts.members))
                 continue
-            wrong = self._damaged.get(step) or folders.unusable(path, run)
-            if wrong is None:
-                try:
-                    facts = disk.facts_of(path)
-                    held.append(HeldCheckpoint(step, tuple(facts.writers)))
-                    continue
-                except CheckpointError as error:
-                    wrong = str(error)
-            num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
-            if not held or step in self._damaged:
-                skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        return asdict(Holdings(run, num_damaged, tuple(held))), skipped
+            except CheckpointError as error:
+                wrong = str(error)
+        num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
+        unused[step] = wrong
+    return Holdings(run, num_damaged, tuple(held)), unused
 
-    def _run(self) -> int:
-        """The number of the run that writes there now, or of the newest checkpoint where the folder does not say: because it was
-        copied there.
-        """
-        if (self.folder / folders.RUN).exists():
-            return folders.run_of(self.folder)
-        readable = [p for p in folders.checkpoints(self.folder).values() if manifest.unreadable(p) is None]
-        return manifest.read(readable[-1]).run if readable else 0
 
-    def refuse_damaged(self, bound: int | None) -> None:
-        """Raise CheckpointError if a run cannot just begin from step 0."""
-        damaged = [region for region, each in self.holdings.items() if each.num_damaged]
-        if damaged:
-            raise CheckpointError(
-                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
-                + " ".join(self.skipped)
-                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
-                "(resume_from_checkpoint)."
-            )
-        if bound is not None:
-            raise CheckpointError(
-                f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
-                "start a new run: resume_from_checkpoint=None."
-            )
+def _refuse_damaged(holdings: Mapping[int, Holdings], skipped: Sequence[str], bound: int | None) -> None:
+    """Raise CheckpointError if a run cannot just begin from step 0."""
+    damaged = [region for region, each in holdings.items() if each.num_damaged]
+    if damaged:
+        raise CheckpointError(
+            f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
+            + " ".join(skipped)
+            + " Restore one of them, give its path, or start a new run in another folder, without --resume "
+            "(resume_from_checkpoint)."
+        )
+    if bound is not None:
+        raise CheckpointError(
+            f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
+            "start a new run: resume_from_checkpoint=None."
+        )
 
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
@@ -413,8 +393,8 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     `save_total_limit` does not count them. Raises CheckpointError if the disk refuses.
     """
     run = start.run or run
-    for later, path in folders.checkpoints(folder).items():
-        if later > step and folders.unusable(path, run) is None:
+    for later, path in folders.usable(folder, run).items():
+        if later > step:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),

@@ -25,18 +25,16 @@ from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
-from ..link.within import main_says
 from ..parts.tensors.flat import digests
 from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
+from ..run.resuming import restore_buffers
 from ..run.training import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
-from ..snapshot.folders import PREFIX, run_of
-from ..snapshot.local_weights import buffers, restore, weights_file
-from ..snapshot.manifest import damage
-from ..snapshot.resume import Start
+from ..snapshot.folders import PREFIX, run_of, step_of
+from ..snapshot.resume import Start, damage_here
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
 from .weights import load_pretrained_
@@ -94,10 +92,8 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     Returns `best`, or None if no region has it any more. Raises CheckpointError if regions know of different ones, or a region
     lacks it and no other region's can take its place.
     """
-    wrong = None
-    if best is not None:
-        wrong = main_says(link, accelerator, lambda: damage(best), f"the check of {best}")
-    step = 0 if best is None else int(best.name.removeprefix(PREFIX))
+    wrong = None if best is None else damage_here(link, accelerator, best)
+    step = 0 if best is None else step_of(best)
     scores = gather(
         link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"
     )
@@ -327,7 +323,7 @@ class Best:
                 f"the best model, {best}, holds the shards of a {type(self._model).__name__}, which FSDP2 has not sharded yet. "
                 f"{way_out}"
             )
-        step = int(best.name.removeprefix(PREFIX))
+        step = step_of(best)
         load_pretrained_(self._model, best)
         self._restore_buffers(best)
         weights = {name: param.detach() for name, param in self._model.named_parameters()}
@@ -345,16 +341,13 @@ class Best:
         synchronizer.show_saved(saved.state)
 
     def _restore_buffers(self, best: Path) -> None:
-        file = best / weights_file(
-            self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
-        )
-        if file.is_file():
-            restore(self._model, file, buffers(self._model))
+        lane = self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
+        restore_buffers(self._model, best, lane)
 
     def _note(self, best: Path) -> None:
         """Note and log which weights the model holds now."""
         state = self._trainer.state
-        step = int(best.name.removeprefix(PREFIX))
+        step = step_of(best)
         self.loaded = step, float(state.best_metric)
         logger.info(
             "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",

@@ -20,8 +20,8 @@ from ..link.process_state import random_state_kept
 from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..snapshot.durable import saving
-from ..snapshot.folders import PREFIX, make_room, point, rotate
+from ..snapshot.folders import PREFIX, make_room, point, rotate, step_of
+from ..snapshot.manifest import saving
 from . import hub, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
@@ -236,13 +236,8 @@ class Patches:
         finally:
             trainer.args.save_total_limit = limit
         if trainer.args.should_save:
-            best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
-            rotate(
-                folder,
-                limit,
-                outer.training.endings.saved_everywhere,
-                {int(best)} if best.isdigit() else set(),
-            )
+            best = step_of(Path(trainer.state.best_model_checkpoint or ""))
+            rotate(folder, limit, outer.training.endings.saved_everywhere, {best})
             point(folder)
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 from ..snapshot import local_weights
-from ..snapshot.checkpoint import facts_of, trained
+from ..snapshot.checkpoint import read
 
 
 def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> None:
@@ -37,17 +37,15 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     """
     model = _bare(trainer)
     lane = trainer.accelerator.process_index if trainer.is_fsdp_enabled else 0
-    facts = facts_of(checkpoint)
-    taken_over, is_whole = facts.taken_over, not any(isinstance(p, DTensor) for p in model.parameters())
-    if taken_over and facts.finished and is_whole:
+    saved = read(checkpoint, with_values=False)
+    taken_over, is_whole = saved.facts.taken_over, not any(isinstance(p, DTensor) for p in model.parameters())
+    if taken_over and saved.facts.finished and is_whole:
         _load_beside(model, checkpoint, load, converted=trainer.is_fsdp_enabled)
     if trainer.is_fsdp_enabled and not taken_over:
         load()  # Accelerate's own files hold the shards under the model's names
-    file = checkpoint / local_weights.weights_file(lane)
-    if file.is_file():
-        whole = not trainer.is_fsdp_enabled
-        expected = local_weights.kept(model) if whole else local_weights.buffers(model)
-        local_weights.restore(model, file, expected.keys() - trained(checkpoint) if taken_over else expected)
+    expected = local_weights.buffers(model) if trainer.is_fsdp_enabled else local_weights.kept(model)
+    names = expected.keys() - saved.synchronized if taken_over else expected.keys()
+    local_weights.restore(model, checkpoint, names, lane)
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:

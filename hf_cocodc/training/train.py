@@ -14,8 +14,8 @@ from ..errors import CocodcError, InputError, RunLeft
 from ..run.lock import hold, region_lock
 from ..settings import ENV_REGION
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
-from ..snapshot.durable import FULL
 from ..snapshot.folders import is_saved, note_saved
+from ..snapshot.manifest import FULL
 from ..status import LEFT, tell
 from . import building
 from .command import end_with_command

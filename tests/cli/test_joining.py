@@ -20,6 +20,7 @@ from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.snapshot import folders
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
@@ -278,7 +279,7 @@ def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A region that had left before has an older one, or none."""
-    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path: None)
+    monkeypatch.setattr("hf_cocodc.snapshot.folders.usable", folders.checkpoints)
     for region, step in ((0, 200), (1, 400), (2, 400)):
         (tmp_path / f"region-{region}" / f"checkpoint-{step}").mkdir(parents=True)
     ended = [

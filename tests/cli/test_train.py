@@ -38,9 +38,8 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
     lost = a_region(tmp_path, 2)
     steps = {"region-0": (20, 40), "region-1": (20, 40), "region-2": (10,)}
     monkeypatch.setattr(
-        "hf_cocodc.snapshot.folders.checkpoints", lambda region: dict.fromkeys(steps[region.name], region)
+        "hf_cocodc.snapshot.folders.usable", lambda region: dict.fromkeys(steps[region.name], region)
     )
-    monkeypatch.setattr("hf_cocodc.snapshot.folders.unusable", lambda path: None)
     for name in steps:
         (tmp_path / name).mkdir()
     said = train._saved(tmp_path, [*stopped, lost])

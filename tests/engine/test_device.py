@@ -41,7 +41,7 @@ SETTINGS = small(
 )
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 STEPS, SAVED_AT = 31, 14
-FACTS = Facts(step=SAVED_AT, region=0, num_regions=2, num_lanes=1, settings={}, finished=False)
+FACTS = Facts(step=SAVED_AT, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False)
 
 
 def method_config(name: str) -> OuterConfig:

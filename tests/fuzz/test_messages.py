@@ -34,9 +34,8 @@ from hf_cocodc.net.letters import from_plain as whereabouts
 from hf_cocodc.net.pairs import STREAMS, Stream
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot.checkpoint import Facts, put_together
-from hf_cocodc.snapshot.donor import offered
+from hf_cocodc.snapshot.donor import Frames, offered
 from hf_cocodc.snapshot.files import check_files
-from hf_cocodc.snapshot.frames import Frames
 from hf_cocodc.tools.doctor import others
 from hf_cocodc.tools.doctor.facts import lines
 from hf_cocodc.tools.doctor.others import places
@@ -61,7 +60,7 @@ NAMES = (
         "address",
     ),
     *("op", "members", "rows", "values", "state", "seconds", "square", "what", "residual", "codec"),
-    *("$tensor", "$float", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
+    *("$tensor", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
 )
 LEAVES = (
     st.none()
@@ -98,7 +97,7 @@ MINE: dict[str, Any] = {
 }
 TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret(secret("a secret of nobody"))
-FACTS = asdict(Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False))
+FACTS = asdict(Facts(step=4, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False))
 
 
 @contextlib.contextmanager
@@ -247,7 +246,7 @@ def test_lists_of_files(said: Any) -> None:
 def test_facts_of_a_run(changed: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):
         facts = msgspec.convert({**FACTS, **changed}, Facts)
-        assert facts.step >= 0 and all(region >= 0 for region in facts.writers)
+        assert facts.step >= 0 and all(region >= 0 for region in facts.members)
 
 
 @given(PLAIN, PLAIN)

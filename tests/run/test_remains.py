@@ -110,10 +110,10 @@ def test_a_region_that_joins_from_a_folder_of_another_run(
     assert "region 2 holds checkpoints of another run" in caplog.text
     assert f"region 2 has no complete checkpoint of step {step}" in caplog.text
     assert {trainer.state.global_step for trainer in three} == {STEPS}
-    assert folders.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
+    assert folders.run_of(tmp_path / "region-2") == folders.run_of(tmp_path / "region-0") != 0
     # what the other run left is as it was, to go on from by its path; that of the same step has made room
     assert manifest.damage(checkpoint_of(tmp_path, 2, STEPS)) is None
-    [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.run*")
+    [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.replaced")
     assert manifest.damage(aside) is None
 
 
@@ -206,8 +206,8 @@ def test_a_save_destroys_nothing_of_another_run(tmp_path: Path, caplog: pytest.L
     """A new run in the same folder that saves at the same step: the earlier checkpoint is renamed, and can be resumed."""
     [first] = resumed(tmp_path, 1, save_steps=7)
     simulate(lambda region, link: make(tmp_path, link, save_steps=7, max_steps=7).train(), regions=1)
-    [aside] = (tmp_path / "region-0").glob("checkpoint-7.run*")
-    assert f"{checkpoint_of(tmp_path, 0, 7)} is of another run: it is renamed to {aside}" in caplog.text
+    [aside] = (tmp_path / "region-0").glob("checkpoint-7.replaced")
+    assert f"{checkpoint_of(tmp_path, 0, 7)} is there already: it is renamed to {aside}" in caplog.text
     assert manifest.damage(aside) is None
     assert folders.unusable(checkpoint_of(tmp_path, 0, 7)) is None
 

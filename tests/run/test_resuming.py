@@ -38,7 +38,7 @@ from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
-from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
+from hf_cocodc.snapshot.local_weights import kept, restore
 from tests.processes.worker import Tokens
 from tests.snapshot.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of
@@ -529,7 +529,7 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
         for folder in (checkpoint, tmp_path / f"saved-{region}"):
             model = AutoModelForCausalLM.from_pretrained(folder)
             assert torch.equal(params_of(model), found["global"]), folder
-        restore(model, checkpoint / weights_file(), kept(model))
+        restore(model, checkpoint, kept(model))
         assert torch.equal(params_of(model), found["local"])
         numpy.testing.assert_array_equal(found["logits"], found["expected"])
     for readme in (checkpoint_of(tmp_path, 0, 7), tmp_path / "region-0"):

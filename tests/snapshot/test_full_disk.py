@@ -19,7 +19,7 @@ from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import folders, manifest
-from hf_cocodc.snapshot.durable import saving
+from hf_cocodc.snapshot.manifest import saving
 from hf_cocodc.training import train
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import At, callback_of, checkpoint_of, make

@@ -13,15 +13,16 @@ from unittest.mock import Mock
 import pytest
 from accelerate import Accelerator
 
-from hf_cocodc.errors import CheckpointError, LinkError
+from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
-from hf_cocodc.run.outer_optimizer import OuterOptimizer
+from hf_cocodc.run.saving import seal
+from hf_cocodc.run.training import Training
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.durable import sha256_of_all
-from hf_cocodc.snapshot.resume import Inventory, Start, checkpoint_to_resume, settle_in
+from hf_cocodc.snapshot.manifest import sha256_of_all
+from hf_cocodc.snapshot.resume import Start, checkpoint_to_resume, settle_in
 
 FILES = (
     "model.safetensors",
@@ -53,8 +54,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def whole(checkpoint: Path) -> Path:
     """A sealed checkpoint whose facts can be read."""
-    facts = Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False)
-    state.write(checkpoint, state.Saved({}, facts))
+    facts = Facts(step=4, region=0, members=(0,), num_lanes=1, settings={}, finished=False)
+    state.write(checkpoint, state.Saved({"layout": []}, facts))
     manifest.write(checkpoint, run=7)
     return checkpoint
 
@@ -135,7 +136,7 @@ def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, nam
 
 
 def test_no_two_checkpoints_are_renamed_to_one_name(checkpoint: Path) -> None:
-    """Also not if the user has deleted the first of them, or has a file of a similar name."""
+    """Also not if the user has a file of a similar name; the name of one that the user has deleted is free."""
     folders.begin_run(checkpoint.parent, 7)
     kept = shutil.copytree(checkpoint, checkpoint.parent / "kept")
     put(checkpoint.parent / "checkpoint-4.replaced.txt", b"the user's")
@@ -147,7 +148,7 @@ def test_no_two_checkpoints_are_renamed_to_one_name(checkpoint: Path) -> None:
         if turn == 1:
             shutil.rmtree(checkpoint.parent / names[0])
         shutil.copytree(kept, checkpoint)
-    assert names == ["checkpoint-4.replaced", "checkpoint-4.replaced-2", "checkpoint-4.replaced-3"]
+    assert names == ["checkpoint-4.replaced", "checkpoint-4.replaced-2", "checkpoint-4.replaced"]
 
 
 def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
@@ -196,24 +197,6 @@ def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) 
         )
 
 
-def test_a_region_that_lists_a_damaged_checkpoint_again_ends_the_search(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others would ask it for ever."""
-
-    class Forgets(dict):
-        def __setitem__(self, step: int, wrong: str) -> None:
-            pass
-
-    monkeypatch.setattr(manifest, "damage", lambda path: "its disk says so")
-
-    def body(region: int, link: Link) -> None:
-        Inventory(link, Accelerator(), whole.parent, _damaged=Forgets()).choose()
-
-    with pytest.raises(LinkError, match="region 0 lists checkpoint-4, which it has found damaged before"):
-        run_in_lockstep(1, body)
-
-
 def test_checkpoints_of_two_runs_at_two_paths_are_refused(whole: Path, tmp_path: Path) -> None:
     """Each is good by itself; together they would be a run that never was."""
     other = shutil.copytree(whole, tmp_path / "elsewhere" / whole.name)
@@ -248,9 +231,9 @@ def test_the_other_ranks_wait_for_hashes_without_a_time_out(
     monkeypatch.setattr(manifest, "sha256_of_all", noted_hashes)
 
     def body(region: int, link: Link) -> None:
-        Inventory(link, Accelerator(), whole.parent).choose()
-        outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
-        OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
+        checkpoint_to_resume(link, Accelerator(), whole.parent, True)
+        training = SimpleNamespace(accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
+        seal(cast(Training, training), whole)
 
     run_in_lockstep(1, body)
     assert hashed == [True, True], "at the resume, and at the seal"

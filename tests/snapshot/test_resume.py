@@ -1,6 +1,5 @@
 """Which checkpoint all regions resume from, by what each of them holds."""
 
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.resume import HeldCheckpoint, Holdings, choose
 
 RUN = 7
@@ -92,10 +90,3 @@ def test_whatever_regions_hold(told: dict[int, Holdings]) -> None:
         assert choice.step in {each.step for each in told[region].held}
     one = told[min(told)]
     assert msgspec.json.decode(msgspec.json.encode(one), type=Holdings) == one
-
-
-def test_of_older_checkpoints_all_regions_were_writers() -> None:
-    old = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False)
-    content = asdict(old)
-    del content["members"]
-    assert list(msgspec.convert(content, Facts).writers) == [0, 1]

@@ -36,7 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
     state.begin(folder)
     ours = {"tensor": torch.ones(2), "layout": [[["weight", [2, 3]]]]}
     state.write(folder, state.Saved(ours, FACTS, {"weight": "its digest"}))
-    local_weights.write(folder / local_weights.weights_file(), WEIGHTS | {"buffer": torch.ones(1)})
+    local_weights.write(torch.nn.Module(), folder, WEIGHTS | {"buffer": torch.ones(1)})
     (folder / "extra").mkdir()
     save_file(WEIGHTS, folder / "model.safetensors")
     save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
@@ -62,6 +62,26 @@ def taken_over(checkpoint: Path) -> Path:
     return run_in_lockstep(2, body)[1]
 
 
+def test_a_take_over_that_breaks_off_leaves_no_complete_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region's own, damaged one is kept aside; what has come is deleted by the next take-over."""
+    own = taken_over(checkpoint)
+    (own / "model.safetensors").write_bytes(b"damaged")
+    monkeypatch.setattr(take_over, "make_own", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        taken_over(checkpoint)
+    assert (own / "config.json").is_file()
+    assert not manifest.is_sealed(own)
+    (own / "left.bin").touch()
+    monkeypatch.undo()
+    assert manifest.damage(taken_over(checkpoint)) is None
+    assert sorted(path.name for path in own.parent.iterdir()) == [
+        *("checkpoint-3", "checkpoint-3.replaced", "cocodc"),
+    ]
+    assert not (own / "left.bin").exists()
+
+
 def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, torch.Tensor):
         return torch.equal(ours, theirs) and ours.dtype == theirs.dtype
@@ -85,7 +105,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     own = taken_over(checkpoint)
     assert manifest.damage(own) is None
     assert folders.unusable(own) is None
-    assert state.facts_of(own).taken_over
+    assert state.read(own).facts.taken_over
     assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
     scheduler = torch.load(own / "scheduler.pt", weights_only=True)
     assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
