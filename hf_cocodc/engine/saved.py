@@ -19,7 +19,6 @@ from ..parts.codecs.base import Result
 from ..parts.fragments import Fragment
 from ..parts.guard import LONGEST_HISTORY, Ordinary, Verdict
 from ..parts.merges import Merge
-from ..parts.tensors.memory import HOST
 from .fragment import FragmentState, Trained, Transfer
 
 T = TypeVar("T")
@@ -43,11 +42,8 @@ _OF_A_FRAGMENT = (
     "voids",
     "far_losses",
 )
-_LATER: dict[str, Any] = {"voids": 0, "far_losses": 0} | {name: [] for name in HISTORIES}
-"""What the first checkpoints of format 2 lack."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
 _SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
-"""Earlier versions lack some of these."""
 
 
 def saved_fragment(fragment: FragmentState) -> dict[str, Any]:
@@ -63,7 +59,6 @@ def load(fragment: FragmentState, state: dict[str, Any], judge: Judge) -> None:
     Raises CheckpointError if the state is of another optimizer or codec, or damaged.
     """
     index = fragment.fragment.index
-    state = {**state, "outer": _with_scalars(state["outer"], fragment.outer)}
     forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
     for part, form in forms.items():
         same_structure(state[part], form, f"the {part} state of fragment {index}")
@@ -84,23 +79,12 @@ def load(fragment: FragmentState, state: dict[str, Any], judge: Judge) -> None:
         transfer = fragment.in_flight.pop()
         transfer.handle.wait()
         fragment.drop(transfer)
-    state = {**_LATER, **state}
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
-    # what an earlier version wrote has trained every inner step, on an unknown number of tokens
-    fragment.trained = trained_in(state.get("trained", (state["sent_at"], 0)))
+    fragment.trained = trained_in(state["trained"])
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
         fragment.in_flight.append(_loaded({**each, **flats}, judge))
-
-
-def _with_scalars(saved: Any, form: Any) -> Any:
-    """A saved outer state whose numbers are scalar tensors where those of this version are: format 2 had Python's numbers."""
-    if isinstance(saved, dict) and isinstance(form, dict):
-        return {name: _with_scalars(value, form.get(name)) for name, value in saved.items()}
-    if isinstance(form, Tensor) and not form.dim() and isinstance(saved, int | float):
-        return torch.tensor(saved, dtype=form.dtype, device=HOST)
-    return saved
 
 
 def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
@@ -227,19 +211,15 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
 def _loaded(state: dict[str, Any], judge: Judge) -> Transfer:
     """A transfer whose result is here and waits for its landing."""
     mean = state["mean"]
-    members = tuple(
-        state.get("members", range(len(state["trailers"])))
-    )  # earlier versions had regions 0, 1, ...
+    members = tuple(state["members"])
     trailers = tuple(map(_trailer, state["trailers"], members))
     result = Result(mean, lambda: mean, state["codec"])
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
     # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
-    ordinary = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
+    ordinary = Ordinary(state["reference"], state["pace"])
     arrival = Arrival(result, trailers, **numbers, members=members, verdict=judge(ordinary)(trailers))
-    kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
-    numbers_of_transfer = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
-    trained = trained_in(state.get("trained", ()))
-    transfer = Transfer(**kept, **numbers_of_transfer, ordinary=ordinary, trained=trained)
+    kept = {name: state[name] for name in (*_OF_A_TRANSFER, *_SAID_OF_A_TRANSFER, "outer_grad")}
+    transfer = Transfer(**kept, ordinary=ordinary, trained=trained_in(state["trained"]))
     transfer.handle = ArrivedHandle(arrival)
     return transfer
 
@@ -384,9 +364,9 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
             )
 
     for name in _COUNTS:
-        hold(_is_count(state.get(name, 0)), name, state.get(name))
+        hold(_is_count(state[name]), name, state[name])
     for name in HISTORIES:
-        history = state.get(name, [])
+        history = state[name]
         are_sound = isinstance(history, list) and all(_is_number(each, name == "losses") for each in history)
         hold(are_sound and len(history) <= LONGEST_HISTORY, name, history)
     hold(_is_number(state["lr_sum"], signed=True), "lr_sum", state["lr_sum"])
@@ -396,11 +376,11 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
         hold(_is_count(sent_at) and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
         before = sent_at
         for name in ("norm", "reference", "pace"):
-            hold(_is_number(each.get(name, 0.0)), f"{name} of a transfer", each.get(name))
+            hold(_is_number(each[name]), f"{name} of a transfer", each[name])
         for name in ("snapshot", "global_params", "mean", "outer_grad"):
             if name != "outer_grad" or each[name] is not None:
                 same_structure(each[name], flat, f"{what}, {name} of a transfer")
-        members = each.get("members", range(len(each["trailers"])))
+        members = each["members"]
         hold(
             len(members) == len(each["trailers"]) > 0 and list(members) == sorted(set(members)),
             "members of a transfer",

@@ -69,8 +69,7 @@ class Traffic:
         sound_counts(state["inner_step"])
         self.inner_step = self.trained_at = state["inner_step"]
         self.broken = ""
-        # earlier versions did not count: every inner step was trained, on an unknown number of tokens
-        self.shares.trained = trained_in(state.get("trained", (self.inner_step, 0)))
+        self.shares.trained = trained_in(state["trained"])
 
     @contextmanager
     def whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
