@@ -39,7 +39,7 @@ from ..parts.tensors.flat import alone
 from ..parts.tensors.memory import HOST
 from . import manifest
 from .folders import run_of
-from .manifest import COMPLETE, FOLDER, FORMAT, replace, saving
+from .manifest import COMPLETE, FOLDER, FORMAT, saving
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,14 @@ def begin(checkpoint: Path) -> None:
 
 
 def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
-    """Write the engine's state into a checkpoint. Raises CheckpointError if the disk refuses; other checkpoints stay intact."""
+    """Write the engine's state into a checkpoint, which counts once it is sealed, or into a base. Raises CheckpointError if the
+    disk refuses; other checkpoints stay intact.
+    """
     with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
-        replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
+        save_file(tensors, checkpoint / tensors_file(lane))
         content = {"format": FORMAT, **asdict(saved.facts), "weights": dict(saved.weights), "state": tree}
-        text = json.dumps(content, indent=1)
-        replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
+        (checkpoint / state_file(lane)).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def seal(checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..parts.tensors.flat import alone, digests, local_shard, reshard
-from .manifest import FOLDER, replace
+from .manifest import FOLDER
 
 _UNSAVED = "unsaved_buffers"
 """Metadata of the file: a JSON list of the buffers that a state_dict leaves out."""
@@ -68,7 +68,7 @@ def write(model: nn.Module, checkpoint: Path, tensors: Mapping[str, Tensor], lan
     saved = model.state_dict(keep_vars=True)
     unsaved = json.dumps(sorted(name for name, _ in model.named_buffers() if name not in saved))
     content = {name: alone(tensor) for name, tensor in tensors.items()}
-    replace(checkpoint / weights_file(lane), lambda half: save_file(content, half, {_UNSAVED: unsaved}))
+    save_file(content, checkpoint / weights_file(lane), {_UNSAVED: unsaved})
 
 
 @torch.no_grad()

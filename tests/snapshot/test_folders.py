@@ -224,18 +224,22 @@ def test_a_complete_checkpoint_is_there_whatever_is_being_written(
 ) -> None:
     """Whenever anything is written into the folder or beside it; at the end nothing but the new one is left."""
     folder, seen = tmp_path / "saved", list[list[int]]()
-    write = manifest.replace
 
-    def watched(path: Path, save: Any) -> None:
-        seen.append(complete(folder))
-        write(path, save)
+    def watch(module: Any, name: str) -> None:
+        write = getattr(module, name)
+
+        def watched(*given: Any) -> None:
+            seen.append(complete(folder))
+            write(*given)
+
+        monkeypatch.setattr(module, name, watched)
 
     def body(accelerator: Accelerator, outer: OuterOptimizer, train: Callable[[int], None]) -> None:
         train(2)
         assert accelerator.save_state(str(folder)) == str(folder)
         (folder / "notes.txt").write_text("mine")
-        monkeypatch.setattr(manifest, "replace", watched)
-        monkeypatch.setattr(disk, "replace", watched)
+        watch(manifest, "replace")
+        watch(disk, "save_file")
         accelerator.register_save_state_pre_hook(lambda models, weights, path: seen.append(complete(folder)))
         train(5)
         assert accelerator.save_state(output_dir=str(folder)) == str(folder)
