@@ -19,7 +19,7 @@ from ..settings.regions import MOST_REGIONS
 
 _MOST_GENERATIONS = 1_000_000_000
 """Tickets are computed from generations, and must stay below `MOST`."""
-PROTOCOL = 21
+PROTOCOL = 22
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
 """Characters of a text."""
