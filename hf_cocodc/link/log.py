@@ -148,7 +148,7 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
             raise ValueError(f"{str(members)[:80]} are no members")
         if isinstance(item, Entry):
             _check(item)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec asks a tensor for its keys
         raise LinkError(
             f"the log of another region holds something else than an entry: {repr(error)[:200]}."
         ) from error

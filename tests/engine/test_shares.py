@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -84,20 +82,6 @@ def test_tokens_that_nobody_counts_are_an_error() -> None:
     synchronizer.step(trained=False)
     with pytest.raises(InputError, match=r"outer.weights=tokens .*outer.step\(loss, tokens="):
         synchronizer.step()
-
-
-def test_an_earlier_checkpoint_has_trained_every_step() -> None:
-    """One without counts: a region that goes on from it counts as it did."""
-    model = Blocks([torch.zeros(1)])
-    synchronizer = Synchronizer(model, METHOD, loopback(), weights="steps")
-    for _ in range(INTERVAL + 2):
-        synchronizer.step()
-    state: dict[str, Any] = synchronizer.state_dict()
-    del state["trained"]
-    for fragment in state["fragments"]:
-        del fragment["trained"]
-    again = Synchronizer(model, METHOD, loopback(), weights="steps", state=state)
-    assert again._traffic.shares.share(again.fragments[0].trained, due=2) == 1
 
 
 def test_weights_have_three_rules() -> None:

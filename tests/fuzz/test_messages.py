@@ -220,6 +220,7 @@ def stream_that_says(messages: list[bytes]) -> Iterator[Stream]:
         lambda more: {"marker": {**MARKER, **more}}
     )
 )
+@example({"entry": {**ENTRY, "state": torch.zeros(())}})
 def test_items_of_the_log(plain: Any) -> None:
     """An item that says the same, or LinkError."""
     with contextlib.suppress(LinkError):
