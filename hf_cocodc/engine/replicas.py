@@ -6,7 +6,7 @@ all must know, and the local params that were written go out in buckets, in thei
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,6 +120,10 @@ class Replicas:
         """The leader's."""
         self._lead(Synchronizer.global_digest, "a checksum", lambda found: found)
         return self._said
+
+    def whole(self, what: str) -> AbstractContextManager[None]:
+        """Not collective."""
+        return nullcontext() if self._engine is None else self._engine.whole(what)
 
     def give_up_unsent(self) -> None:
         """Not collective."""

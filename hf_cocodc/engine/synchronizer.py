@@ -6,14 +6,14 @@ through `FragmentState`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import CocodcError, LinkError
+from ..errors import CocodcError, LeftBehind, LinkError
 from ..link.base import Link
 from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
@@ -211,13 +211,14 @@ class Synchronizer:
         """
         self._refuse_broken()
         self._look()
-        with self.held():
-            words = self._traffic.end(self.fragments, word)
-            self._show_global(averaged=True)
-        digest = self._check_same_end(self.inner_step)
-        self.account.count_broadcasts(self.link)
-        self.account.finished(self.inner_step, digest)
-        self._agenda.begin(len(self.fragments), self.inner_step)
+        with self._traffic.whole("the end of the run", LeftBehind):
+            with self.held():
+                words = self._traffic.end(self.fragments, word)
+                self._show_global(averaged=True)
+            digest = self._check_same_end(self.inner_step)
+            self.account.count_broadcasts(self.link)
+            self.account.finished(self.inner_step, digest)
+            self._agenda.begin(len(self.fragments), self.inner_step)
         return words
 
     @contextmanager
@@ -352,11 +353,15 @@ class Synchronizer:
         self._traffic.load(state)
         self.account.totals = Totals.of(state["totals"])
 
+    def whole(self, what: str) -> AbstractContextManager[None]:
+        """Around what must not happen by halves to the model: after an error in the block, its state is not trained or saved."""
+        return self._traffic.whole(what)
+
     def _refuse_broken(self) -> None:
         if self._traffic.broken:
             raise CocodcError(
                 f"{self._traffic.broken}. What this region holds is no state of the run, and is not trained, shown or saved: go "
-                "back to the last checkpoint (--resume)."
+                "back to the last checkpoint (--resume; in a script accelerator.load_state)."
             )
 
     def _check_same_end(self, inner_step: int) -> int:

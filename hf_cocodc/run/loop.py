@@ -18,7 +18,8 @@ class Loop(Protocol):
     """What makes the inner steps of a rank.
 
     Attributes:
-        started: what the regions have agreed on before step 1, for newcomers (JSON-able); None if they have yet to agree.
+        started: what the regions have agreed on before step 1, for newcomers (JSON-able); None in a `PlainLoop`, whose regions
+            have yet to agree.
         keeps_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
     """
 

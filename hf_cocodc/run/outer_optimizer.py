@@ -73,8 +73,8 @@ class OuterOptimizer:
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that stage,
             not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual optimizer,
             2506.21263). See below.
-        loop: what makes the inner steps; by default a loop of your own. One that says what the regions have agreed on before
-            begins from `saved` or step 0; else they agree here, and without `saved` begin from what is `loaded`.
+        loop: what makes the inner steps; by default a loop of your own, whose regions agree here on what they begin from:
+            `saved`, or what is `loaded`. Trainer's says what they have agreed on before, and begins from `saved` or step 0.
 
     The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order,
     or `outer.note_lr()` before a schedule that steps earlier.
@@ -251,8 +251,10 @@ class OuterOptimizer:
         """
         self.training.engine.give_up_unsent()
         self.ask_to_stop(reason)
-        self.coast()
-        self.training.engine.wait_for_transfers()
+        try:
+            self.coast()
+        finally:  # whatever has failed here
+            self.training.engine.wait_for_transfers()
 
     def coast(self, end: Callable[[], None] = lambda: None) -> None:
         """Keep step with the others without training, until they have heard of it and all `end` together."""

@@ -1,7 +1,7 @@
 """Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def hook_into_saving(
     accelerator, link = training.accelerator, training.link
     folder: list[Path] = []
     read: list[Saved] = []
+    loading = ExitStack()
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
@@ -71,6 +72,8 @@ def hook_into_saving(
         refuse_damaged(link, accelerator, checkpoint)
         folder[:] = [checkpoint]
         read[:] = [disk.read_own(link, checkpoint)]
+        # Accelerate changes the model from here on: a loop that goes on after an error must not train it
+        loading.enter_context(training.engine.whole("a load of a checkpoint"))
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         spent, number = training.timer(), training.started.get("run", 0)
@@ -115,8 +118,9 @@ def hook_into_saving(
             load_state(*args, **kwargs)
             restore_buffers(training.model, folder[0], link.lane)
 
-        in_all(link, load, "what regions load")
-        training.load(read[0])
+        with loading:
+            in_all(link, load, "what regions load")
+            training.load(read[0])
 
     hooks = [
         accelerator.register_save_state_pre_hook(before_saving),

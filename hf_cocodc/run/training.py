@@ -266,9 +266,10 @@ def engine_for(
     journal: Journal,
     saved: Saved | None,
     is_bounded: Callable[[], bool] = lambda: True,
+    trains: bool = True,
 ) -> Engine:
     """The engine for a model as it is, at the start of a run or where it was saved. A collective call. Raises InputError if the
-    host has no room for what it keeps and a transfer takes.
+    host has no room for what it keeps and, where it `trains`, a transfer takes.
     """
     method, home = from_config(config), home_of(model, config)
 
@@ -285,7 +286,8 @@ def engine_for(
             state=None if saved is None else saved.state,
             home=home,
         )
-        home.try_to_pin(engine.memory()[HOST].per_transfer)  # better now than at the first landing
+        if trains:
+            home.try_to_pin(engine.memory()[HOST].per_transfer)  # better now than at the first landing
         return engine
 
     return Replicas(build, model, method, link, home.rest) if isinstance(link, SharedLink) else build(link)

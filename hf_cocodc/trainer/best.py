@@ -293,7 +293,8 @@ class Best:
             self._load_whole(link, self._known)
         else:
             saved = read_own(link, self._known)
-            self._show(engine_for(self._model, config, link, Journal(None), saved), self._known, saved)
+            engine = engine_for(self._model, config, link, Journal(None), saved, trains=False)
+            self._show(engine, self._known, saved)
         self._note(self._known)
 
     @property

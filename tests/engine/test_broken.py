@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.engine import fragment
+from hf_cocodc.engine import fragment, synchronizer
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.errors import CocodcError
+from hf_cocodc.errors import CocodcError, HandshakeError
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.tensors import slices
@@ -123,3 +123,19 @@ def test_events_after_one_that_failed_are_not_forgotten(monkeypatch: pytest.Monk
     )
     with pytest.raises(CocodcError, match=words):
         region.sync.state_dict()
+
+
+def test_a_run_that_has_failed_at_its_end_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All has landed, and the schedule counts transfers in flight."""
+    runs = Runs("streaming", monkeypatch)
+    runs.to(SAVED_AT)
+
+    def differ(*_: Any) -> None:
+        raise HandshakeError("the regions hold different models")
+
+    with runs._patch.context() as patch:
+        patch.setattr(synchronizer, "check_same_end", differ)
+        with pytest.raises(HandshakeError):
+            runs.sync.finish()
+    with pytest.raises(CocodcError, match="the end of the run at step 7 failed halfway: HandshakeError"):
+        runs.sync.state_dict()

@@ -85,3 +85,21 @@ def test_a_region_whose_run_is_over_says_where_the_model_is() -> None:
     ):
         region.finish()
     assert not region.finished
+
+
+def test_a_region_that_cannot_go_on_brings_its_transfers_to_their_end() -> None:
+    """The others save them."""
+    region = Region(lambda region: None)
+    calls: list[str] = []
+    region.training.engine.inner_step = 5
+    region.training.engine.give_up_unsent = lambda: calls.append("give up")
+    region.training.engine.wait_for_transfers = lambda: calls.append("wait")
+    region.training.endings.ask_to_stop = lambda reason: calls.append("ask")
+
+    def fails(*given: Any) -> None:
+        raise ValueError("out of memory")
+
+    region.training.step = fails  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="out of memory"):
+        region.leave("an error")
+    assert calls == ["give up", "ask", "wait"]

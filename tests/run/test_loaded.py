@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -17,8 +18,8 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_cocodc import OuterOptimizer, simulate
-from hf_cocodc.errors import CheckpointError, InputError, LinkError
+from hf_cocodc import OuterConfig, OuterOptimizer, simulate
+from hf_cocodc.errors import CheckpointError, CocodcError, InputError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.about import of_loop
 from hf_cocodc.run.journal import read
@@ -187,6 +188,42 @@ def test_a_checkpoint_counts_for_one_outer_optimizer(saved: tuple[Path, list[Ten
         return loop.outer.inner_step
 
     assert simulate(body, regions=1) == [0]
+
+
+def test_nobody_trains_on_after_a_load_that_has_failed_halfway(saved: tuple[Path, list[Tensor]]) -> None:
+    """Accelerate has loaded the model, and the run's own part is of another method; a good load makes up for it."""
+
+    def body(region: int, link: Link) -> None:
+        loop, path = Loop(link), of_step(saved[0], region, SAVED)
+        other = OuterConfig(method="co2", sync_interval=2)
+        loop.outer = OuterOptimizer(loop.accelerator, loop.model, loop.optimizer, other, link=link)
+        with pytest.raises(CheckpointError, match=r"outer\.method"):
+            loop.accelerator.load_state(path)
+        for call in (loop.outer.step, loop.outer.finish, partial(loop.outer.save, "nowhere")):
+            with pytest.raises(
+                CocodcError, match=r"a load of a checkpoint at step 0 failed halfway.*load_state"
+            ):
+                call()
+        loop.outer.close()
+
+    simulate(body, regions=1)
+
+
+def test_a_load_that_is_refused_at_once_harms_nothing(
+    saved: tuple[Path, list[Tensor]], tmp_path: Path
+) -> None:
+    """A damaged checkpoint is not loaded by Accelerate either."""
+
+    def body(region: int, link: Link) -> None:
+        loop, path = Loop(link), tmp_path / "damaged"
+        shutil.copytree(of_step(saved[0], region, SAVED), path)
+        (path / "model.safetensors").write_bytes(b"")
+        loop.begin()
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            loop.accelerator.load_state(str(path))
+        loop.train()
+
+    simulate(body, regions=1)
 
 
 def test_what_accelerate_alone_has_saved_begins_a_new_run(tmp_path: Path) -> None:
