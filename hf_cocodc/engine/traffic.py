@@ -211,10 +211,10 @@ class Traffic:
             arrival = transfer.handle.wait()
             blocked_s = self._link.clock() - began
             index = fragment.fragment.index
-            check_in_step(self._link.region, arrival, index, sent_at)
-            if arrival.trailers:
-                self._measured.hear(index, arrival)
             with self.whole(f"a landing of fragment {index}"):
+                check_in_step(self._link.region, arrival, index, sent_at)
+                if arrival.trailers:
+                    self._measured.hear(index, arrival)
                 if self._guarding.own_fate(transfer, arrival) == DROPPED:
                     take_global(fragment)
                 fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_cocodc.engine import fragment, synchronizer
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.errors import CocodcError, HandshakeError
+from hf_cocodc.errors import CocodcError, HandshakeError, LinkError
+from hf_cocodc.link.base import ArrivedHandle
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.tensors import slices
@@ -139,3 +140,19 @@ def test_a_run_that_has_failed_at_its_end_is_not_saved(monkeypatch: pytest.Monke
             runs.sync.finish()
     with pytest.raises(CocodcError, match="the end of the run at step 7 failed halfway: HandshakeError"):
         runs.sync.state_dict()
+
+
+def test_a_landing_out_of_step_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is well and the mean is here, but the schedule counts a landing that was not made: a state saved now would have
+    one transfer too many."""
+    region = Runs("streaming", monkeypatch)
+    region.to(SAVED_AT)
+    [transfer] = [each for fragment in region.sync.fragments for each in fragment.in_flight]
+    arrival = transfer.handle.wait()
+    trailers = tuple(each._replace(inner_step=each.inner_step + 1) for each in arrival.trailers)
+    transfer.handle = ArrivedHandle(arrival._replace(trailers=trailers))
+    with pytest.raises(LinkError, match="regions are out of step"):
+        region.to(LAST)
+    words = rf"a landing of fragment \d at step {region.sync.inner_step} failed halfway: LinkError: regions are out of step"
+    with pytest.raises(CocodcError, match=words):
+        region.sync.state_dict()
