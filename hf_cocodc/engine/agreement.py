@@ -16,7 +16,6 @@ from ..link.records import Ending, Trailer
 from ..link.spreading import spread, spread_all
 from ..parts.codecs import unrounded
 from ..parts.codecs.base import Conversation
-from ..parts.guard import Ordinary
 from ..parts.tensors.flat import contents, digests, is_finite, local_shard, raw, split_views, tensors_in
 from ..parts.tensors.memory import HOST, Departure, used_here
 from .account import Measurements, Record, Totals
@@ -56,6 +55,7 @@ def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None
     """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
 
     Processors that round differently drift apart by bits. A collective call of all regions, after the landing that showed it.
+    Transfers in flight keep their verdicts, which have gone into the means, and what these were judged by: for a resume.
     """
     what = f"the lowest region's global params of fragment {fragment.fragment.index}"
     sent = [transfer.global_params for transfer in fragment.in_flight]
@@ -72,14 +72,11 @@ def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None
     index = fragment.fragment.index
     known = {
         "change": measured.change[index],
-        "ordinary": [list(transfer.ordinary) for transfer in fragment.in_flight],
         "counts": [fragment.voids, fragment.far_losses],
         "histories": [list(getattr(fragment, name)) for name in HISTORIES],
     }
     theirs = json.loads(spread(link, None, json.dumps(known).encode(), f"what goes with {what}"))
     measured.correct(index, theirs["change"])
-    for transfer, ordinary in zip(fragment.in_flight, theirs["ordinary"], strict=True):
-        transfer.ordinary = Ordinary(*ordinary)
     fragment.voids, fragment.far_losses = theirs["counts"]
     for name, values in zip(HISTORIES, theirs["histories"], strict=True):
         setattr(fragment, name, values)

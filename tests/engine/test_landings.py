@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,32 @@ def test_regions_that_drift_apart_are_brought_back(
     for index, (mine_of, theirs_of) in enumerate(zip(my_norms, their_norms, strict=True)):
         if f"of fragment {index} differ" in caplog.text:
             assert mine_of == theirs_of
+
+
+@pytest.mark.parametrize("name", ["co2", "dilocox"])
+def test_a_verdict_outlives_a_reunion_and_a_resume(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What has gone into a mean is not judged anew by what the lowest region knows: each region lands it as if never stopped."""
+
+    def body(index: int, link: Link) -> list[list[Any]]:
+        model = Blocks(START)
+        synchronizer = Synchronizer(model, method_of(name), link, digest_interval=1, guard=Guard())
+        held = []
+        for step in range(1, 25):
+            train(model, index, step)
+            synchronizer.step(0.05)
+            if step == 13 and index == 1:
+                for fragment in synchronizer.fragments:
+                    fragment.global_params.mul_(1 + 1e-6)
+                    fragment.norms = [50.0] * 8
+        for _ in range(2):
+            flying = [each for fragment in synchronizer.fragments for each in fragment.in_flight]
+            held.append([each.handle.wait().verdict for each in flying])
+            synchronizer.load_state_dict(copy.deepcopy(synchronizer.state_dict()))
+        return held
+
+    for before, after in run_over_tcp(2, body):
+        assert before == after != []
+    assert "differ between regions: all regions take region 0's" in caplog.text
 
 
 def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
