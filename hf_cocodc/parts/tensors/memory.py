@@ -42,6 +42,7 @@ class Buffers:
         self._device, self._user, self._lengths_vary = device, user, lengths_vary
         # by type, the shortest first
         self._spare: dict[torch.dtype, list[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        self._users: set[torch.cuda.Stream] = set()
         self._lent = WeakIdKeyDictionary()
         self._lock = threading.Lock()
 
@@ -61,12 +62,13 @@ class Buffers:
         if buffer is None:
             is_pinned = self._is_for_gpu and numel
             buffer = (
-                pinned(numel, dtype, self._user)
+                pinned(numel, dtype, self._user, self._users)
                 if is_pinned
                 else torch.empty(numel, dtype=dtype, device=HOST)
             )
-        if given is not None:  # its last user was perhaps another stream
-            torch.cuda.current_stream(self._user).wait_event(given)
+        stream = self._note_stream()
+        if given is not None and stream is not None:  # its last user was perhaps another stream
+            stream.wait_event(given)
         if buffer.numel() == numel:
             self._lent[buffer] = None  # to name it would keep it for ever
             return buffer
@@ -78,7 +80,8 @@ class Buffers:
         """Return buffers; do not use them afterwards."""
         if self._device != HOST:
             return
-        given = torch.cuda.current_stream(self._user).record_event() if self._is_for_gpu else None
+        stream = self._note_stream()
+        given = None if stream is None else stream.record_event()
         with self._lock:
             for each in buffers:
                 if each not in self._lent:  # a codec makes means of its own: with them the memory would grow
@@ -95,6 +98,14 @@ class Buffers:
     @property
     def _is_for_gpu(self) -> bool:
         return self._device == HOST and has_streams(self._user)
+
+    def _note_stream(self) -> torch.cuda.Stream | None:
+        """The current stream, of which pinned buffers remember that it may copy from and to them; None if none is pinned."""
+        if not self._is_for_gpu:
+            return None
+        stream = torch.cuda.current_stream(self._user)
+        self._users.add(stream)
+        return stream
 
 
 def _length(spare: tuple[Tensor, Any]) -> int:
@@ -140,11 +151,15 @@ class Home(Buffers):
 
     def visit(self, part: Tensor) -> Tensor:
         """A slice of a flat tensor, on the device."""
-        return part if part.device == self.device else part.to(self.device, non_blocking=True)
+        if part.device == self.device:
+            return part
+        self._note_stream()
+        return part.to(self.device, non_blocking=True)
 
     def store(self, part: Tensor, values: Tensor) -> None:
         """Write values of the device to a slice of a flat tensor. The host may read them after `settle`."""
         if values is not part:
+            self._note_stream()
             part.copy_(values, non_blocking=True)
 
     def settle(self) -> None:
@@ -157,7 +172,7 @@ class Home(Buffers):
     def try_to_pin(self, num_bytes: int) -> None:
         """Find out whether a GPU can have so much pinned memory beside what it has. Raises InputError if not."""
         if num_bytes and has_streams(self.device):
-            pinned(num_bytes, torch.uint8, self.device)
+            pinned(num_bytes, torch.uint8, self.device, set())  # nothing names it: it is free again at once
 
     def finish_copies(self) -> None:
         """Wait for what this thread has given the device: copies from and to memory of the host have then ended."""
@@ -175,11 +190,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def pinned(numel: int, dtype: torch.dtype, device: torch.device, users: set[torch.cuda.Stream]) -> Tensor:
     """A flat tensor of the host whose memory stays in place until it is freed: a GPU copies it at the full speed of its bus.
 
     It has pages of its own, because memory can be locked by pages only. torch's own pinned memory comes in powers of two: up to
-    twice as much. Raises InputError if the system refuses.
+    twice as much. `users`: the streams that may copy from and to it, also those that are added later; they are waited for before
+    it is freed. Raises InputError if the system refuses.
     """
     buffer = own_pages(numel, dtype)
     address = buffer.data_ptr()
@@ -190,10 +206,10 @@ def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raise InputError(
             f"{buffer.nbytes / 1e6:.4g} MB of the host cannot be pinned for the GPU (CUDA error {refused}), which copies to and "
             f"from pinned memory only. The limit of this process for locked memory is {limited}. Raise it (ulimit -l unlimited; "
-            "in a container --ulimit memlock=-1), free memory of the host, or set outer.device=model, which pins only what "
-            "travels."
+            "in a container --ulimit memlock=-1), free memory of the host, or set outer.device=model, if it is not: then "
+            "only what travels is pinned."
         )
-    weakref.finalize(buffer, _unpin, address, device).atexit = False
+    weakref.finalize(buffer, _unpin, address, device, users).atexit = False
     return buffer
 
 
@@ -203,11 +219,13 @@ def own_pages(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 
-def _unpin(address: int, device: torch.device) -> None:
+def _unpin(address: int, device: torch.device, users: set[torch.cuda.Stream]) -> None:
     with torch.cuda.device(device), beside_captures():  # perhaps in a thread that has not used the device yet
-        streams = [torch.cuda.default_stream(), _side_stream(device)]
-        if not is_capturing():
-            streams.append(torch.cuda.current_stream())
+        streams = {torch.cuda.default_stream(), _side_stream(device)}
+        for stream in (users | {torch.cuda.current_stream()}) - streams:
+            with torch.cuda.stream(stream):
+                if not is_capturing():  # a captured stream must not be waited for
+                    streams.add(stream)
         for stream in streams:  # a copy may be under way; a capture forbids to wait for the whole device
             stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
