@@ -29,8 +29,10 @@ FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 SAVED_BY = f"{FOLDER}/saved-by-"
 """Begin of the name of a file by which a region claims a folder (`folders.claim`); the number of the run follows."""
-_UNLISTED = re.compile(rf"{COMPLETE}|{SAVED_BY}.*|checkpoint-is-incomplete\.txt")
-"""Marks, which are no part of a checkpoint. The last one is Trainer's while it saves after SIGTERM; Trainer removes it later."""
+_UNLISTED = re.compile(rf"{COMPLETE}|{FOLDER}/[^/]*\.half|{SAVED_BY}.*|checkpoint-is-incomplete\.txt")
+"""Marks, which are no part of a checkpoint, and what a killed `replace` has left. The last one is Trainer's while it saves after
+SIGTERM; Trainer removes it later.
+"""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
 _LOADED = re.compile(
     r"model(_\d+|-\d+-of-\d+)?\.safetensors(\.index\.json)?"

@@ -111,6 +111,13 @@ def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name:
     assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
 
 
+def test_a_process_that_was_killed_while_it_sealed_spoils_no_later_seal(checkpoint: Path) -> None:
+    """A plain loop saves into the same folder again; the new list is written under that name, too."""
+    put(checkpoint / "cocodc/COMPLETE.half", b"{")
+    manifest.write(checkpoint, run=7)
+    assert manifest.damage(checkpoint) is None
+
+
 @pytest.mark.parametrize("lacking", ["its own hash", "the hash of a file", "the size of a file"])
 def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> None:
     content = json.loads((checkpoint / manifest.COMPLETE).read_text())
