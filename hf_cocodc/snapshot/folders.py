@@ -156,8 +156,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What was never completed counts, too. Complete
-    ones of an earlier run do not, and stay.
+    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What we began and never completed counts, too.
+    Complete ones of an earlier run do not, nor do those of a plain Trainer: they stay.
 
     Kept are those that a region may still need: `keep`, and from step `saved_everywhere` on, the newest complete in every
     region.
@@ -165,7 +165,7 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     by_step = {
         step: path
         for step, path in checkpoints(folder).items()
-        if unusable(path) is None or not manifest.is_sealed(path)
+        if unusable(path) is None or ((path / FOLDER).is_dir() and not manifest.is_sealed(path))
     }
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
