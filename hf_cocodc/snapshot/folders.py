@@ -232,7 +232,8 @@ def tidy_up(paths: Collection[Path]) -> None:
 
 
 def place_to_save(checkpoint: Path) -> Path:
-    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder.
+    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder. That counts as complete no
+    longer then, for Accelerate writes into it before our hook does.
 
     A loop may save into one folder again and again: at each moment a complete checkpoint is there. The new one is written as
     `NAME.next`. When it is complete, its files move into the folder, the list of them last. A process that is killed while they
@@ -248,9 +249,11 @@ def place_to_save(checkpoint: Path) -> Path:
         beside.mkdir()
     except OSError as error:
         logger.warning(
-            "%s cannot be written beside the checkpoint in %s (%s): until the new one is complete, there is none.",
+            "%s cannot be made beside the checkpoint in %s (%s): the new one overwrites it. From now until the save ends, this "
+            "folder holds no complete checkpoint.",
             *(beside, checkpoint, error),
         )
+        (checkpoint / COMPLETE).unlink()
         return checkpoint
     return beside
 

@@ -338,3 +338,16 @@ def test_a_damaged_list_keeps_no_loop_from_saving(tmp_path: Path) -> None:
     loop(folder, body)
     assert complete(folder) == [3]
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_checkpoint_that_is_overwritten_in_place_is_no_complete_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any file is written: a process that is killed then leaves a mix of two."""
+    folder = tmp_path / "checkpoint-1"
+    saved(tmp_path, 1)
+    manifest.write(folder, 7)
+    folders._beside(folder).touch()
+    assert folders.place_to_save(folder) == folder
+    assert not manifest.is_sealed(folder)
+    assert "From now until the save ends, this folder holds no complete checkpoint." in caplog.text
