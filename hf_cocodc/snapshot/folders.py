@@ -267,7 +267,9 @@ def move_in(checkpoint: Path) -> None:
     with contextlib.suppress(ValueError):  # none, or a damaged one
         old = manifest.read(checkpoint).files
     (checkpoint / COMPLETE).unlink(missing_ok=True)
-    tidy_up([checkpoint / name for name in old.keys() - new.keys()])
+    # a process that was killed here has deleted the old list, but not all files that were on it
+    stale = {*old, *manifest.added(checkpoint, new)} - new.keys()
+    tidy_up([checkpoint / name for name in sorted(stale)])
     for name in new:
         if (beside / name).exists():  # else it has moved before
             (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ def damage(checkpoint: Path) -> str | None:
     try:
         listed = read(checkpoint).files
         files = {name: file for name, file in listed.items() if not name.endswith(".md")}
-        return _changed(checkpoint, files) or _added(checkpoint, listed) or _edited(checkpoint, files)
+        return _changed(checkpoint, files) or _foreign(checkpoint, listed) or _edited(checkpoint, files)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -152,16 +152,21 @@ def _changed(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     return None
 
 
-def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
-    """A file that is not on the list and would change what a resume loads."""
+def _foreign(checkpoint: Path, files: Mapping[str, File]) -> str | None:
+    """A file that has come since."""
+    name = next(added(checkpoint, files), None)
+    return None if name is None else f"{name} was not there when the checkpoint was saved"
+
+
+def added(checkpoint: Path, files: Mapping[str, File]) -> Iterator[str]:
+    """Names of files that are not on the list and would change what a resume loads."""
     folders = {name.split("/")[0] for name in files if "/" in name and Path(name).suffix in _WEIGHTS}
     for name, path in files_below(checkpoint).items():
         folder, _, inside = name.partition("/")
         known = folder in folders or _FOLDERS.fullmatch(folder)
         loaded = known and path.suffix in _WEIGHTS if inside else _LOADED.fullmatch(name)
         if loaded and name not in files:
-            return f"{name} was not there when the checkpoint was saved"
-    return None
+            yield name
 
 
 def _edited(checkpoint: Path, files: Mapping[str, File]) -> str | None:

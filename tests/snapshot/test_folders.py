@@ -351,3 +351,21 @@ def test_a_checkpoint_that_is_overwritten_in_place_is_no_complete_one(
     assert folders.place_to_save(folder) == folder
     assert not manifest.is_sealed(folder)
     assert "From now until the save ends, this folder holds no complete checkpoint." in caplog.text
+
+
+def test_a_process_that_is_killed_once_the_old_list_is_gone_leaves_no_old_files(tmp_path: Path) -> None:
+    """A region of two ranks saved there before; what a user has added stays."""
+    folder = tmp_path / "saved"
+    for place, names in {
+        folders._beside(folder): ["random_states_0.pkl"],
+        folder: ["random_states_0.pkl", "random_states_1.pkl"],
+    }.items():
+        (place / "cocodc").mkdir(parents=True)
+        for name in names:
+            (place / name).write_text(place.name)
+        manifest.write(place, 7)
+    (folder / "notes.txt").write_text("mine")
+    (folder / manifest.COMPLETE).unlink()
+    folders.move_in(folder)
+    assert manifest.damage(folder) is None
+    assert {path.name for path in folder.iterdir()} == {"cocodc", "notes.txt", "random_states_0.pkl"}
