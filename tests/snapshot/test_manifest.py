@@ -187,6 +187,20 @@ def test_checkpoints_of_another_run_are_not_resumed_from(
     assert manifest.is_sealed(whole), "it is of another run than 99"
 
 
+@pytest.mark.parametrize(("number", "which"), [(2, "the older"), (99, "a newer")])
+def test_a_checkpoint_of_another_format_is_not_called_damaged(
+    number: int, which: str, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run begins beside it, and it stays."""
+    folders.begin_run(whole.parent, 8)
+    (whole / manifest.COMPLETE).write_text(json.dumps({"format": number, "files": []}))
+    assert holding_nothing_else(whole.parent) == 0
+    assert f"its format is {number}, this hf_cocodc reads 3; install {which} one" in caplog.text
+    assert "damaged" not in caplog.text
+    settle_in(whole.parent, 99, Start(None), step=0, region=0)
+    assert manifest.is_sealed(whole)
+
+
 def test_later_checkpoints_of_the_run_are_given_up(whole: Path) -> None:
     folders.begin_run(whole.parent, 7)
     settle_in(whole.parent, 99, Start(whole, 7), step=4, region=0)

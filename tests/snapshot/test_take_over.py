@@ -98,7 +98,9 @@ def test_what_cannot_be_moved_away_is_not_mixed_with_what_comes(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refusing)
-    with pytest.raises(CheckpointError, match=f"{own} cannot be moved away, .* Remove it by hand, then resume"):
+    with pytest.raises(
+        CheckpointError, match=f"{own} cannot be moved away, .* Remove it by hand, then resume"
+    ):
         taken_over(checkpoint)
     assert sorted(path.name for path in own.iterdir()) == ["cocodc", "optimizer_1.pt"]
 
