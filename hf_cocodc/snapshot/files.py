@@ -6,6 +6,7 @@ Only files with known names travel: JSON, text, safetensors, and the states of i
 
 import json
 import logging
+import os
 import pickle
 import re
 import shutil
@@ -133,7 +134,8 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
     """Send a checkpoint from the first region that has it to those that do not; a collective call of the leaders.
 
     Raises:
-        CheckpointError: a file cannot be sent or has an unknown name, or the disk refuses.
+        CheckpointError: a file cannot be sent or has an unknown name, what lies in its place cannot be moved away, or the disk
+            refuses.
     """
     source = min(holders)
     if link.region not in holders:
@@ -141,8 +143,6 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
             "region %d has no complete checkpoint of step %d: it takes over region %d's.",
             *(link.region, folders.step_of(checkpoint), source),
         )
-        with saving(checkpoint):
-            folders.make_room(checkpoint)
         _travel(link, source, {}, checkpoint)
         make_own(checkpoint)
         folders.begin_run(checkpoint.parent, run)
@@ -155,12 +155,14 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
 
 
 def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
-    """Send files by their names in the checkpoint; write what arrives below `into`, if given."""
+    """Send files by their names in the checkpoint; write what arrives below `into`, if given, once its place is clear."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     listed = spread(
         link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"
     )
     expected = check_files(_parsed(listed), source)
+    if into is not None:
+        _clear(into)
     for name, size in expected.items():
         for start in range(0, max(size, 1), _CHUNK_BYTES):
             chunk = b""
@@ -176,6 +178,17 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
                     (into / name).parent.mkdir(parents=True, exist_ok=True)
                     with (into / name).open("ab" if start else "wb") as file:
                         file.write(chunk)
+
+
+def _clear(checkpoint: Path) -> None:
+    """Clear the place of a checkpoint. Raises CheckpointError if what lies there stays: files of two checkpoints would mix."""
+    with saving(checkpoint):
+        folders.make_room(checkpoint)
+    if os.path.lexists(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} cannot be moved away, and another region's checkpoint is taken over only into an empty place: files "
+            "of two checkpoints would mix. Remove it by hand, then resume."
+        )
 
 
 def _parsed(listed: bytes) -> Any:

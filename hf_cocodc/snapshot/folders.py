@@ -156,8 +156,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What was never completed counts, too. Complete
-    ones of an earlier run do not, and stay.
+    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. What we began and never completed counts, too.
+    Complete ones of an earlier run do not, nor do those of a plain Trainer: they stay.
 
     Kept are those that a region may still need: `keep`, and from step `saved_everywhere` on, the newest complete in every
     region.
@@ -165,7 +165,7 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     by_step = {
         step: path
         for step, path in checkpoints(folder).items()
-        if unusable(path) is None or not manifest.is_sealed(path)
+        if unusable(path) is None or ((path / FOLDER).is_dir() and not manifest.is_sealed(path))
     }
     surplus = len(by_step) - limit if limit else 0
     old = [step for step in by_step if step < saved_everywhere and step not in keep]
@@ -232,7 +232,8 @@ def tidy_up(paths: Collection[Path]) -> None:
 
 
 def place_to_save(checkpoint: Path) -> Path:
-    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder.
+    """Where to write a checkpoint: beside it, if it is there and complete; else in its own folder. That counts as complete no
+    longer then, for Accelerate writes into it before our hook does.
 
     A loop may save into one folder again and again: at each moment a complete checkpoint is there. The new one is written as
     `NAME.next`. When it is complete, its files move into the folder, the list of them last. A process that is killed while they
@@ -248,9 +249,11 @@ def place_to_save(checkpoint: Path) -> Path:
         beside.mkdir()
     except OSError as error:
         logger.warning(
-            "%s cannot be written beside the checkpoint in %s (%s): until the new one is complete, there is none.",
+            "%s cannot be made beside the checkpoint in %s (%s): the new one overwrites it. From now until the save ends, this "
+            "folder holds no complete checkpoint.",
             *(beside, checkpoint, error),
         )
+        (checkpoint / COMPLETE).unlink()
         return checkpoint
     return beside
 
@@ -264,7 +267,9 @@ def move_in(checkpoint: Path) -> None:
     with contextlib.suppress(ValueError):  # none, or a damaged one
         old = manifest.read(checkpoint).files
     (checkpoint / COMPLETE).unlink(missing_ok=True)
-    tidy_up([checkpoint / name for name in old.keys() - new.keys()])
+    # a process that was killed here has deleted the old list, but not all files that were on it
+    stale = {*old, *manifest.added(checkpoint, new)} - new.keys()
+    tidy_up([checkpoint / name for name in sorted(stale)])
     for name in new:
         if (beside / name).exists():  # else it has moved before
             (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)

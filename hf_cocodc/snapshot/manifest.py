@@ -29,8 +29,10 @@ FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 SAVED_BY = f"{FOLDER}/saved-by-"
 """Begin of the name of a file by which a region claims a folder (`folders.claim`); the number of the run follows."""
-_UNLISTED = re.compile(rf"{COMPLETE}|{SAVED_BY}.*|checkpoint-is-incomplete\.txt")
-"""Marks, which are no part of a checkpoint. The last one is Trainer's while it saves after SIGTERM; Trainer removes it later."""
+_UNLISTED = re.compile(rf"{COMPLETE}|{FOLDER}/[^/]*\.half|{SAVED_BY}.*|checkpoint-is-incomplete\.txt")
+"""Marks, which are no part of a checkpoint, and what a killed `replace` has left. The last one is Trainer's while it saves after
+SIGTERM; Trainer removes it later.
+"""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
 _LOADED = re.compile(
     r"model(_\d+|-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -67,6 +69,10 @@ class Manifest(msgspec.Struct, frozen=True):
     run: Count = 0
 
 
+class OtherFormatError(ValueError):
+    """A checkpoint is of a format that another version reads."""
+
+
 def write(checkpoint: Path, run: int) -> None:
     """Wait until all files of a checkpoint are on the disk, then list them with their sizes and hashes."""
     paths = {name: path for name, path in files_below(checkpoint).items() if not _UNLISTED.fullmatch(name)}
@@ -89,7 +95,9 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The list of a checkpoint's files. Raises ValueError, which says why, if the checkpoint is none that this version reads."""
+    """The list of a checkpoint's files. Raises ValueError, which says why, if the checkpoint is none that this version reads:
+    OtherFormatError if another one does.
+    """
     if not checkpoint.is_dir():
         raise ValueError("there is no such folder")
     if not is_sealed(checkpoint):
@@ -106,12 +114,23 @@ def read(checkpoint: Path) -> Manifest:
     except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"{COMPLETE} is damaged ({reason(error)})") from error
     other = "a newer" if number > FORMAT else "the older"
-    raise ValueError(f"its format is {number}, this hf_cocodc reads {FORMAT}; install {other} one")
+    raise OtherFormatError(f"its format is {number}, this hf_cocodc reads {FORMAT}; install {other} one")
 
 
 def is_sealed(checkpoint: Path) -> bool:
     """Whether a checkpoint was saved to its end; its files may have changed since then."""
     return (checkpoint / COMPLETE).is_file()
+
+
+def is_of_another_format(checkpoint: Path) -> bool:
+    """Whether another version reads a checkpoint, by its list alone."""
+    try:
+        read(checkpoint)
+    except OtherFormatError:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def unreadable(checkpoint: Path) -> str | None:
@@ -132,7 +151,7 @@ def damage(checkpoint: Path) -> str | None:
     try:
         listed = read(checkpoint).files
         files = {name: file for name, file in listed.items() if not name.endswith(".md")}
-        return _changed(checkpoint, files) or _added(checkpoint, listed) or _edited(checkpoint, files)
+        return _changed(checkpoint, files) or _foreign(checkpoint, listed) or _edited(checkpoint, files)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -150,16 +169,21 @@ def _changed(checkpoint: Path, files: Mapping[str, File]) -> str | None:
     return None
 
 
-def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
-    """A file that is not on the list and would change what a resume loads."""
+def _foreign(checkpoint: Path, files: Mapping[str, File]) -> str | None:
+    """A file that has come since."""
+    name = next(added(checkpoint, files), None)
+    return None if name is None else f"{name} was not there when the checkpoint was saved"
+
+
+def added(checkpoint: Path, files: Mapping[str, File]) -> Iterator[str]:
+    """Names of files that are not on the list and would change what a resume loads."""
     folders = {name.split("/")[0] for name in files if "/" in name and Path(name).suffix in _WEIGHTS}
     for name, path in files_below(checkpoint).items():
         folder, _, inside = name.partition("/")
         known = folder in folders or _FOLDERS.fullmatch(folder)
         loaded = known and path.suffix in _WEIGHTS if inside else _LOADED.fullmatch(name)
         if loaded and name not in files:
-            return f"{name} was not there when the checkpoint was saved"
-    return None
+            yield name
 
 
 def _edited(checkpoint: Path, files: Mapping[str, File]) -> str | None:
@@ -188,8 +212,8 @@ def saving(folder: Path) -> Iterator[None]:
         if words is None:
             raise
         raise CheckpointError(
-            f"{folder} could not be saved: {words}. Earlier checkpoints are untouched; make room or change "
-            "training.output_dir, then resume."
+            f"{folder} could not be saved: {words}. Earlier complete checkpoints stay, unless a warning above says "
+            "otherwise. Make room, or save elsewhere (training.output_dir in a recipe), then resume."
         ) from error
 
 

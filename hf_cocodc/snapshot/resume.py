@@ -366,7 +366,8 @@ def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
                 continue
             except CheckpointError as error:
                 wrong = str(error)
-        num_damaged += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
+        is_others = folders.is_of_another_run(path, run) or manifest.is_of_another_format(path)
+        num_damaged += manifest.is_sealed(path) and not is_others
         unused[step] = wrong
     return Holdings(run, num_damaged, tuple(held)), unused
 

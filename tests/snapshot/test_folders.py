@@ -51,7 +51,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def saved(folder: Path, step: int) -> None:
     checkpoint = folder / f"checkpoint-{step}"
-    (checkpoint / "inside").mkdir(parents=True)
+    for name in ("inside", "cocodc"):
+        (checkpoint / name).mkdir(parents=True)
     for name in ("optimizer.pt", "model.safetensors", "inside/more"):
         (checkpoint / name).write_text("content")
 
@@ -108,7 +109,7 @@ def test_a_loop_with_a_limit_goes_on(held: set[str], tmp_path: Path, monkeypatch
 def test_rotation_keeps_what_some_region_may_still_need(tmp_path: Path) -> None:
     """The newest that all regions have, later ones, and the best; however low the limit."""
     for step in (1, 3, 5, 7, 9):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "cocodc").mkdir(parents=True)
     folders.rotate(tmp_path, 4, 7, {3})
     assert list(folders.checkpoints(tmp_path)) == [3, 5, 7, 9]
     folders.rotate(tmp_path, 1, 7, {3})
@@ -121,11 +122,18 @@ def test_what_was_never_completed_is_rotated_and_what_another_run_has_completed_
     for step, run in ((1, 6), (2, None), (3, 7), (4, 7)):
         saved(tmp_path, step)
         if run is not None:
-            (tmp_path / f"checkpoint-{step}" / "cocodc").mkdir()
             manifest.write(tmp_path / f"checkpoint-{step}", run)
     folders.begin_run(tmp_path, 7)
     folders.rotate(tmp_path, 1, 4, set())
     assert list(folders.checkpoints(tmp_path)) == [1, 4]
+
+
+def test_what_a_plain_trainer_has_saved_there_is_not_rotated(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    (tmp_path / "checkpoint-1" / "cocodc").rmdir()
+    folders.rotate(tmp_path, 1, 3, set())
+    assert list(folders.checkpoints(tmp_path)) == [1, 3]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -330,3 +338,34 @@ def test_a_damaged_list_keeps_no_loop_from_saving(tmp_path: Path) -> None:
     loop(folder, body)
     assert complete(folder) == [3]
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_checkpoint_that_is_overwritten_in_place_is_no_complete_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any file is written: a process that is killed then leaves a mix of two."""
+    folder = tmp_path / "checkpoint-1"
+    saved(tmp_path, 1)
+    manifest.write(folder, 7)
+    folders._beside(folder).touch()
+    assert folders.place_to_save(folder) == folder
+    assert not manifest.is_sealed(folder)
+    assert "From now until the save ends, this folder holds no complete checkpoint." in caplog.text
+
+
+def test_a_process_that_is_killed_once_the_old_list_is_gone_leaves_no_old_files(tmp_path: Path) -> None:
+    """A region of two ranks saved there before; what a user has added stays."""
+    folder = tmp_path / "saved"
+    for place, names in {
+        folders._beside(folder): ["random_states_0.pkl"],
+        folder: ["random_states_0.pkl", "random_states_1.pkl"],
+    }.items():
+        (place / "cocodc").mkdir(parents=True)
+        for name in names:
+            (place / name).write_text(place.name)
+        manifest.write(place, 7)
+    (folder / "notes.txt").write_text("mine")
+    (folder / manifest.COMPLETE).unlink()
+    folders.move_in(folder)
+    assert manifest.damage(folder) is None
+    assert {path.name for path in folder.iterdir()} == {"cocodc", "notes.txt", "random_states_0.pkl"}

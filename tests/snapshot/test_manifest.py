@@ -111,6 +111,13 @@ def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name:
     assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
 
 
+def test_a_process_that_was_killed_while_it_sealed_spoils_no_later_seal(checkpoint: Path) -> None:
+    """A plain loop saves into the same folder again; the new list is written under that name, too."""
+    put(checkpoint / "cocodc/COMPLETE.half", b"{")
+    manifest.write(checkpoint, run=7)
+    assert manifest.damage(checkpoint) is None
+
+
 @pytest.mark.parametrize("lacking", ["its own hash", "the hash of a file", "the size of a file"])
 def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> None:
     content = json.loads((checkpoint / manifest.COMPLETE).read_text())
@@ -178,6 +185,20 @@ def test_checkpoints_of_another_run_are_not_resumed_from(
     assert "is of an earlier run in this folder; give its path to continue that run" in caplog.text
     settle_in(whole.parent, 99, Start(None), step=0, region=0)
     assert manifest.is_sealed(whole), "it is of another run than 99"
+
+
+@pytest.mark.parametrize(("number", "which"), [(2, "the older"), (99, "a newer")])
+def test_a_checkpoint_of_another_format_is_not_called_damaged(
+    number: int, which: str, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run begins beside it, and it stays."""
+    folders.begin_run(whole.parent, 8)
+    (whole / manifest.COMPLETE).write_text(json.dumps({"format": number, "files": []}))
+    assert holding_nothing_else(whole.parent) == 0
+    assert f"its format is {number}, this hf_cocodc reads 3; install {which} one" in caplog.text
+    assert "damaged" not in caplog.text
+    settle_in(whole.parent, 99, Start(None), step=0, region=0)
+    assert manifest.is_sealed(whole)
 
 
 def test_later_checkpoints_of_the_run_are_given_up(whole: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -80,6 +81,38 @@ def test_a_take_over_that_breaks_off_leaves_no_complete_checkpoint(
         *("checkpoint-3", "checkpoint-3.replaced", "cocodc"),
     ]
     assert not (own / "left.bin").exists()
+
+
+def test_what_cannot_be_moved_away_is_not_mixed_with_what_comes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be open elsewhere (NFS)."""
+    own = checkpoint.parent.with_name("region-1") / checkpoint.name
+    (own / "cocodc").mkdir(parents=True)
+    torch.save(ADAM, own / "optimizer_1.pt")
+    rename = Path.rename
+
+    def refusing(self: Path, target: Path) -> Path:
+        if self == own:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(
+        CheckpointError, match=f"{own} cannot be moved away, .* Remove it by hand, then resume"
+    ):
+        taken_over(checkpoint)
+    assert sorted(path.name for path in own.iterdir()) == ["cocodc", "optimizer_1.pt"]
+
+
+def test_a_take_over_that_fails_at_once_leaves_the_regions_own_in_its_place(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = taken_over(checkpoint)
+    monkeypatch.setattr(files, "_parsed", lambda listed: None)
+    with pytest.raises(LinkError, match="does not say which files it sends"):
+        taken_over(checkpoint)
+    assert manifest.is_sealed(own)
 
 
 def same(ours: Any, theirs: Any) -> bool:
