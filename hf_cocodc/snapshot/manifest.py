@@ -69,10 +69,6 @@ class Manifest(msgspec.Struct, frozen=True):
     run: Count = 0
 
 
-class OtherFormatError(ValueError):
-    """A checkpoint is of a format that another version reads."""
-
-
 def write(checkpoint: Path, run: int) -> None:
     """Wait until all files of a checkpoint are on the disk, then list them with their sizes and hashes."""
     paths = {name: path for name, path in files_below(checkpoint).items() if not _UNLISTED.fullmatch(name)}
@@ -95,9 +91,7 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The list of a checkpoint's files. Raises ValueError, which says why, if the checkpoint is none that this version reads:
-    OtherFormatError if another one does.
-    """
+    """The list of a checkpoint's files. Raises ValueError, which says why, if the checkpoint is none that this version reads."""
     if not checkpoint.is_dir():
         raise ValueError("there is no such folder")
     if not is_sealed(checkpoint):
@@ -114,23 +108,12 @@ def read(checkpoint: Path) -> Manifest:
     except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"{COMPLETE} is damaged ({reason(error)})") from error
     other = "a newer" if number > FORMAT else "the older"
-    raise OtherFormatError(f"its format is {number}, this hf_cocodc reads {FORMAT}; install {other} one")
+    raise ValueError(f"its format is {number}, this hf_cocodc reads {FORMAT}; install {other} one")
 
 
 def is_sealed(checkpoint: Path) -> bool:
     """Whether a checkpoint was saved to its end; its files may have changed since then."""
     return (checkpoint / COMPLETE).is_file()
-
-
-def is_of_another_format(checkpoint: Path) -> bool:
-    """Whether another version reads a checkpoint, by its list alone."""
-    try:
-        read(checkpoint)
-    except OtherFormatError:
-        return True
-    except ValueError:
-        return False
-    return False
 
 
 def unreadable(checkpoint: Path) -> str | None:

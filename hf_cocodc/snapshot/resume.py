@@ -75,18 +75,18 @@ class ResumeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Holdings:
-    """The checkpoints that a region has of a run, whose number is 0 if there is none; `num_damaged` further ones were complete,
-    and have changed since.
+    """The checkpoints that a region has of a run, whose number is 0 if there is none; `num_unread` further ones were complete,
+    and cannot be used: they have changed since, or are of another format.
     """
 
     run: Count = 0
-    num_damaged: Count = 0
+    num_unread: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
 
     def without(self, step: int) -> "Holdings":
         """What is left where the checkpoint of this step is damaged."""
         held = tuple(each for each in self.held if each.step != step)
-        return replace(self, num_damaged=self.num_damaged + 1, held=held)
+        return replace(self, num_unread=self.num_unread + 1, held=held)
 
 
 class Choice(NamedTuple):
@@ -355,7 +355,7 @@ def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
         runs = [manifest.read(path).run for path in found.values() if manifest.unreadable(path) is None]
         run = runs[-1] if runs else 0
     held: list[HeldCheckpoint] = []
-    unused, num_damaged = {}, 0
+    unused, num_unread = {}, 0
     for step, path in reversed(found.items()):
         if bound is not None and step > bound:
             continue
@@ -366,21 +366,20 @@ def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
                 continue
             except CheckpointError as error:
                 wrong = str(error)
-        is_others = folders.is_of_another_run(path, run) or manifest.is_of_another_format(path)
-        num_damaged += manifest.is_sealed(path) and not is_others
+        num_unread += manifest.is_sealed(path) and not folders.is_of_another_run(path, run)
         unused[step] = wrong
-    return Holdings(run, num_damaged, tuple(held)), unused
+    return Holdings(run, num_unread, tuple(held)), unused
 
 
 def _refuse_damaged(holdings: Mapping[int, Holdings], skipped: Sequence[str], bound: int | None) -> None:
     """Raise CheckpointError if a run cannot just begin from step 0."""
-    damaged = [region for region, each in holdings.items() if each.num_damaged]
-    if damaged:
+    unread = [region for region, each in holdings.items() if each.num_unread]
+    if unread:
         raise CheckpointError(
-            f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
+            f"no region has a checkpoint to resume from: none of region {unread[0]} can be used. "
             + " ".join(skipped)
-            + " Restore one of them, give its path, or start a new run in another folder, without --resume "
-            "(resume_from_checkpoint)."
+            + " Restore one of them, give the path of another, install the version that reads it, or start a new run in another "
+            "folder, without --resume (resume_from_checkpoint)."
         )
     if bound is not None:
         raise CheckpointError(

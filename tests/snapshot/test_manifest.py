@@ -191,14 +191,13 @@ def test_checkpoints_of_another_run_are_not_resumed_from(
 def test_a_checkpoint_of_another_format_is_not_called_damaged(
     number: int, which: str, whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run begins beside it, and it stays."""
+    """Nor does a run of many hours begin anew because of it."""
     folders.begin_run(whole.parent, 8)
     (whole / manifest.COMPLETE).write_text(json.dumps({"format": number, "files": []}))
-    assert holding_nothing_else(whole.parent) == 0
-    assert f"its format is {number}, this hf_cocodc reads 3; install {which} one" in caplog.text
-    assert "damaged" not in caplog.text
-    settle_in(whole.parent, 99, Start(None), step=0, region=0)
-    assert manifest.is_sealed(whole)
+    with pytest.raises(CheckpointError, match="none of region 0 can be used") as refused:
+        holding_nothing_else(whole.parent)
+    assert f"its format is {number}, this hf_cocodc reads 3; install {which} one" in str(refused.value)
+    assert "damaged" not in str(refused.value)
 
 
 def test_later_checkpoints_of_the_run_are_given_up(whole: Path) -> None:
