@@ -183,10 +183,12 @@ def rotate_named(folder: Path, limit: int) -> None:
 
 
 def make_room(checkpoint: Path) -> None:
-    """Clear the place of a checkpoint. A complete one is renamed: it may be another run's, or a user may have put files into it.
-    What a killed process left is deleted.
+    """Clear the place of a checkpoint. A complete one is renamed: it may be another run's, or a user may have put files into it;
+    so is what no run of ours began. What a killed process left is deleted.
     """
-    if not manifest.is_sealed(checkpoint):
+    if not checkpoint.exists():
+        return
+    if (checkpoint / FOLDER).is_dir() and not manifest.is_sealed(checkpoint):
         discard([checkpoint], checkpoint.parent)
         return
     aside = _free(checkpoint.with_name(f"{checkpoint.name}.replaced"))
@@ -248,6 +250,8 @@ def place_to_save(checkpoint: Path) -> Path:
             shutil.rmtree(beside)
         beside.mkdir()
     except OSError as error:
+        if error.errno in manifest.FULL:  # the new one would find no room either
+            raise
         logger.warning(
             "%s cannot be made beside the checkpoint in %s (%s): the new one overwrites it. From now until the save ends, this "
             "folder holds no complete checkpoint.",
@@ -267,9 +271,16 @@ def move_in(checkpoint: Path) -> None:
     with contextlib.suppress(ValueError):  # none, or a damaged one
         old = manifest.read(checkpoint).files
     (checkpoint / COMPLETE).unlink(missing_ok=True)
-    # a process that was killed here has deleted the old list, but not all files that were on it
-    stale = {*old, *manifest.added(checkpoint, new)} - new.keys()
-    tidy_up([checkpoint / name for name in sorted(stale)])
+    unlisted = set(
+        manifest.added(checkpoint, new)
+    )  # a load would read them; what else is there may be a user's
+    if (
+        not old and unlisted
+    ):  # a process that was killed here has deleted the old list, but not all files that were on it
+        logger.warning(
+            "%s: %s would be loaded with the new files, and goes.", checkpoint, ", ".join(sorted(unlisted))
+        )
+    tidy_up([checkpoint / name for name in sorted(unlisted & old.keys() if old else unlisted)])
     for name in new:
         if (beside / name).exists():  # else it has moved before
             (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)

@@ -260,6 +260,32 @@ def test_a_complete_checkpoint_is_there_whatever_is_being_written(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_save_deletes_no_file_of_a_user(tmp_path: Path) -> None:
+    """Neither one from before the first save, nor an adapter that a script has written beside ours."""
+    folder, mine = tmp_path / "saved", ["notes.txt", "region-1/model.safetensors"]
+
+    def body(accelerator: Accelerator, outer: OuterOptimizer, train: Callable[[int], None]) -> None:
+        for name in mine:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("mine")
+        for step in (2, 4, 5):
+            train(step)
+            accelerator.save_state(str(folder))
+            (folder / "adapter_model.safetensors").write_text("mine")
+
+    loop(folder, body)
+    for name in (*mine, "adapter_model.safetensors"):
+        assert (folder / name).read_text() == "mine"
+
+
+def test_what_no_run_of_ours_began_is_renamed_to_make_room(tmp_path: Path) -> None:
+    """A plain Trainer's checkpoint of the same step."""
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("mine")
+    folders.make_room(tmp_path / "checkpoint-4")
+    assert (tmp_path / "checkpoint-4.replaced" / "model.safetensors").read_text() == "mine"
+
+
 @pytest.mark.parametrize("moved", [0, 1, 4, "all"])
 def test_a_process_that_is_killed_while_files_move_leaves_a_checkpoint(
     moved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
