@@ -93,6 +93,7 @@ class Replicas:
         return None
 
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
+        self.next_event = 0  # if this fails, all ranks ask the leader at the next step
         return self._lead_words(lambda engine: engine.finish(word), "the end of the run")
 
     @contextmanager
@@ -123,6 +124,7 @@ class Replicas:
 
     def whole(self, what: str) -> AbstractContextManager[None]:
         """Not collective."""
+        self.next_event = 0  # as in `finish`
         return nullcontext() if self._engine is None else self._engine.whole(what)
 
     def give_up_unsent(self) -> None:

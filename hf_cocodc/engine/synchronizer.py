@@ -312,9 +312,10 @@ class Synchronizer:
         Raises CheckpointError if it is of another model or method, or differs from the other regions'.
         """
         wait_for_transfers(self.fragments)
-        self._load(state)
-        own = self.global_digest() if self.method.outer.regions_agree else -1
-        check_same_start(self.link, StepChecksum(self.inner_step, own))
+        with self.whole("a load"):
+            self._load(state)
+            own = self.global_digest() if self.method.outer.regions_agree else -1
+            check_same_start(self.link, StepChecksum(self.inner_step, own))
 
     def take_over(self, own: Totals | None = None) -> None:
         """Adapt a state saved by another region, of which this one has trained nothing and counted only `own`."""

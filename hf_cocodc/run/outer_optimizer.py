@@ -251,10 +251,14 @@ class OuterOptimizer:
         """
         self.training.engine.give_up_unsent()
         self.ask_to_stop(reason)
+        engine = self.training.engine
         try:
             self.coast()
-        finally:  # whatever has failed here
-            self.training.engine.wait_for_transfers()
+        except Exception:  # an interrupt leaves at once
+            with contextlib.suppress(LinkError):
+                engine.wait_for_transfers()
+            raise
+        engine.wait_for_transfers()
 
     def coast(self, end: Callable[[], None] = lambda: None) -> None:
         """Keep step with the others without training, until they have heard of it and all `end` together."""

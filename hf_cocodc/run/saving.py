@@ -62,18 +62,19 @@ def hook_into_saving(
     loading = ExitStack()
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
+    def read_own(checkpoint: Path) -> None:
+        folder[:] = [checkpoint]
+        read[:] = [disk.read_own(link, checkpoint)]
+
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         folder[:] = [Path(output_dir)]
         training.inner.warn_of_unsaved(accelerator)
         write(training, folder[0])
 
     def before_loading(models: Any, input_dir: str) -> None:
-        checkpoint = Path(input_dir)
-        refuse_damaged(link, accelerator, checkpoint)
-        folder[:] = [checkpoint]
-        read[:] = [disk.read_own(link, checkpoint)]
-        # Accelerate changes the model from here on: a loop that goes on after an error must not train it
-        loading.enter_context(training.engine.whole("a load of a checkpoint"))
+        if not read:  # Accelerate has found the newest folder itself
+            refuse_damaged(link, accelerator, Path(input_dir))
+            read_own(Path(input_dir))
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         spent, number = training.timer(), training.started.get("run", 0)
@@ -110,11 +111,17 @@ def hook_into_saving(
 
     def load_all(*args: Any, **kwargs: Any) -> None:
         given = args[0] if args else kwargs.get("input_dir")
+        read.clear()
 
         def load() -> None:
-            if given is not None:
-                home = Path(given).expanduser()
+            home = None if given is None else Path(given).expanduser()
+            if home is not None:
                 main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
+                refuse_damaged(link, accelerator, home)
+            # Accelerate changes the model from here on: a loop that goes on after an error must not train it
+            loading.enter_context(training.engine.whole("a load of a checkpoint"))
+            if home is not None:
+                read_own(home)
             load_state(*args, **kwargs)
             restore_buffers(training.model, folder[0], link.lane)
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.engine import replicas as module
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.replicas import Replicas, buckets
-from hf_cocodc.errors import InputError, LinkError
+from hf_cocodc.errors import CocodcError, InputError, LinkError
 from hf_cocodc.link.group import RegionGroup
+from hf_cocodc.snapshot import checkpoint as disk
 from tests.processes.forks import fork_regions
 
 STEPS, INTERVAL = 13, 4
@@ -236,3 +238,33 @@ def test_all_ranks_refuse_what_the_leader_refuses(wrong: str, step: int, what: s
         assert leader["said"].startswith(f"InputError: {what}")
         assert leader["said"].endswith(f"(step {step})")
         assert other["said"] == leader["said"]
+
+
+def load(folder: str) -> None:
+    """A load that fails in the leader of each region, when Accelerate may load there no more, and everywhere else has."""
+    outer, step, _, rank = begin()
+    place = str(Path(folder, f"saved-{os.environ['HF_COCODC_REGION']}"))
+    step()
+    outer.training.accelerator.save_state(place)
+    said = []
+    with patch.object(disk, "read_own", fails if rank == 0 else disk.read_own):
+        for call in (lambda: outer.training.accelerator.load_state(place), step):
+            try:
+                call()
+            except (CocodcError, MemoryError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    outer.close(said[0])
+    torch.save({"said": said}, Path(folder, f"region{os.environ['HF_COCODC_REGION']}-rank{rank}.pt"))
+
+
+def fails(*given: Any) -> None:
+    raise MemoryError("no room")
+
+
+def test_no_rank_trains_on_after_a_load_that_has_failed_in_its_leader(tmp_path: Path) -> None:
+    """The others have loaded their inner optimizers; nothing is due at the next step, and all of them refuse it."""
+    for leader, other in ranks_of(fork_regions(load, 2, [str(tmp_path)], tmp_path)):
+        assert leader["said"][0] == "MemoryError: no room"
+        assert "has failed" in other["said"][0] or "cannot go on" in other["said"][0]
+        for said in (leader["said"][1], other["said"][1]):
+            assert "a load of a checkpoint at step 1 failed halfway" in said

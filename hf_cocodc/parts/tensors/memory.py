@@ -226,9 +226,11 @@ def _unpin(address: int, device: torch.device, users: set[torch.cuda.Stream]) ->
             with torch.cuda.stream(stream):
                 if not is_capturing():  # a captured stream must not be waited for
                     streams.add(stream)
-        for stream in streams:  # a copy may be under way; a capture forbids to wait for the whole device
-            stream.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(address)
+        try:
+            for stream in streams:  # a copy may be under way; a capture forbids to wait for the whole device
+                stream.synchronize()
+        finally:  # the pages are about to go
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextlib.contextmanager
