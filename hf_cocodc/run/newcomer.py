@@ -12,8 +12,8 @@ from ..errors import DonorLost, LeftBehind, RunOver
 from ..link.log import Marker, from_plain
 from ..link.within import wait_for_ranks
 from ..snapshot import checkpoint as disk
-from ..snapshot.receive import received_in
 from ..status import tell
+from .resuming import get_base
 from .session import RegionSession
 from .training import Training
 
@@ -122,9 +122,7 @@ class JoiningRank:
 
     def _load_base(self, keep: bool) -> None:
         training = self._training
-        base = training.say(
-            lambda session: session.get_base(self._folder), "a base from another region", received_in
-        )
+        base = get_base(training.link, training.accelerator, self._folder)
         saved = disk.read_own(training.link, base.folder)
         rounds = (saved.facts.step - training.inner_step) / training.round_steps
         if keep and rounds > MAX_MISSED:

@@ -444,14 +444,6 @@ class OuterOptimizer:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
         seal(self.training, Path(checkpoint))
 
-    def load(self, saved: Saved) -> None:
-        """Continue from a checkpoint whose weights the model already holds. A collective call.
-
-        Raises:
-            CheckpointError: it is of another run, or the model holds other weights.
-        """
-        self.training.load(saved)
-
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`. A collective call.
 

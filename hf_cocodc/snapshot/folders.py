@@ -271,12 +271,10 @@ def move_in(checkpoint: Path) -> None:
     with contextlib.suppress(ValueError):  # none, or a damaged one
         old = manifest.read(checkpoint).files
     (checkpoint / COMPLETE).unlink(missing_ok=True)
-    unlisted = set(
-        manifest.added(checkpoint, new)
-    )  # a load would read them; what else is there may be a user's
-    if (
-        not old and unlisted
-    ):  # a process that was killed here has deleted the old list, but not all files that were on it
+    # a load would read them; what else is there may be a user's
+    unlisted = set(manifest.added(checkpoint, new))
+    # a process that was killed here has deleted the old list, but not all files that were on it
+    if not old and unlisted:
         logger.warning(
             "%s: %s would be loaded with the new files, and goes.", checkpoint, ", ".join(sorted(unlisted))
         )
