@@ -8,7 +8,7 @@ holdings, and the rule is asked again.
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,11 @@ class Holdings:
     num_unread: Count = 0
     held: tuple[HeldCheckpoint, ...] = ()
 
+    @property
+    def newest(self) -> str:
+        """The name of the newest checkpoint. Raises ValueError if there is none."""
+        return f"{folders.PREFIX}{max(each.step for each in self.held)}"
+
     def without(self, step: int) -> "Holdings":
         """What is left where the checkpoint of this step is damaged."""
         held = tuple(each for each in self.held if each.step != step)
@@ -138,6 +143,36 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
     )
 
 
+def refuse_lost(holdings: Mapping[int, Holdings], left: Collection[int]) -> None:
+    """Raise LinkError if regions were lost while all chose a checkpoint, and those that are `left` would begin earlier for that:
+    what they train would overwrite what the lost ones hold.
+    """
+    choice = choose(holdings)
+    rest = choose({region: each for region, each in holdings.items() if region in left})
+    lost = [region for region in choice.holders if region not in left]
+    if lost and (rest.run != choice.run or rest.step < choice.step):
+        begin = f"{folders.PREFIX}{rest.step}" if rest.step else "step 0"
+        raise LinkError(
+            f"region {lost[0]}, which holds {folders.PREFIX}{choice.step} of the run, was lost before training began. The others "
+            f"would begin from {begin}: nothing was trained or written. Start all regions again, with --resume."
+        )
+
+
+def refuse_rivals(holdings: Mapping[int, Holdings]) -> None:
+    """Raise CheckpointError if as many regions hold checkpoints of one run as of another: none can be told to be the newer."""
+    by_run: dict[int, list[int]] = {}
+    for region, each in holdings.items():
+        if each.held:
+            by_run.setdefault(each.run, []).append(region)
+    one, other = (sorted(by_run.values(), key=len, reverse=True) + [[], []])[:2]
+    if one and len(one) == len(other):
+        raise CheckpointError(
+            f"the checkpoints of region {one[0]} (newest: {holdings[one[0]].newest}) and region {other[0]} (newest: "
+            f"{holdings[other[0]].newest}) are of two runs in one folder, and as many regions have either. Move the checkpoints "
+            "of the run that is not to go on to another folder, or give the path of a checkpoint (resume_from_checkpoint)."
+        )
+
+
 class Start(NamedTuple):
     """Where this region starts: from a checkpoint, or from step 0 without one.
 
@@ -159,7 +194,9 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
 
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
+        LinkError: a region was lost meanwhile that may hold later checkpoints than the others.
     """
+    there = link.members
     asked = _asked_of_all(link, accelerator, folder, wanted)
     first = next((region for region, each in asked.items() if each.resumes), None)
     if first is None:
@@ -173,7 +210,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
         start = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
     else:
         bounds = [each.step for each in asked.values() if each.step]
-        start = _of_all(link, accelerator, folder, min(bounds, default=None))
+        start = _of_all(link, accelerator, folder, min(bounds, default=None), there)
     if start.checkpoint is not None:
         logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
@@ -264,12 +301,14 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Start:
     )
 
 
-def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | None) -> Start:
+def _of_all(
+    link: Link, accelerator: Accelerator, folder: Path, bound: int | None, there: Collection[int]
+) -> Start:
     """The newest checkpoint of step `bound` at most, hashed where it is held; a region that lacks it takes over another region's.
 
-    Raises:
-        CheckpointError: all are damaged, the number of the run cannot be read, or the disk refuses.
-        LinkError: another region sends no list of checkpoints.
+    `there`: the regions that began to choose. Raises:
+        CheckpointError: all are damaged, or of two runs; the number of the run cannot be read, or the disk refuses.
+        LinkError: another region sends no list of checkpoints, or was lost and may hold later ones.
     """
     own, unused = main_says(
         link,
@@ -278,7 +317,15 @@ def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | Non
         "the check of this region's checkpoints",
         partial(msgspec.convert, type=tuple[Holdings, dict[int, str]], str_keys=True),
     )
-    choice, holdings = _choice_of_all(link, accelerator, folder, own, unused)
+    holdings = _of_every_region(link, own)
+    silent = [region for region in there if region not in holdings]
+    if silent:
+        raise LinkError(
+            f"region {silent[0]} was lost before it said which checkpoints it holds. The newest of the run may be among them: "
+            "nothing was trained or written. Start all regions again, with --resume."
+        )
+    choice, holdings = _choice_of_all(link, accelerator, folder, holdings, unused)
+    refuse_rivals(holdings)
     checkpoint = folder / f"{folders.PREFIX}{choice.step}"
     skipped = [
         f"region {link.region}: {folder / f'{folders.PREFIX}{step}'} is not used: {wrong}."
@@ -308,12 +355,11 @@ def _of_all(link: Link, accelerator: Accelerator, folder: Path, bound: int | Non
 
 
 def _choice_of_all(
-    link: Link, accelerator: Accelerator, folder: Path, own: Holdings, unused: dict[int, str]
+    link: Link, accelerator: Accelerator, folder: Path, holdings: dict[int, Holdings], unused: dict[int, str]
 ) -> tuple[Choice, dict[int, Holdings]]:
     """The choice of all regions, hashed where it is held, and what they hold undamaged. What is found damaged in this region goes
-    into `unused`.
+    into `unused`. Raises LinkError like `refuse_lost`.
     """
-    holdings = _of_every_region(link, own)
     while (choice := choose(holdings)).step:
         checkpoint, wrong = folder / f"{folders.PREFIX}{choice.step}", None
         if link.region in choice.holders:
@@ -325,10 +371,10 @@ def _choice_of_all(
         if wrong is not None:
             unused[choice.step] = wrong
         holdings = {
-            region: each.without(choice.step) if region in bad else each
-            for region, each in holdings.items()
-            if region in verdicts  # else it was lost meanwhile
+            region: each.without(choice.step) if region in bad else each for region, each in holdings.items()
         }
+        refuse_lost(holdings, verdicts)
+        holdings = {region: each for region, each in holdings.items() if region in verdicts}
     return choice, holdings
 
 
