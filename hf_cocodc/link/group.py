@@ -84,6 +84,10 @@ class RegionGroup:
         """The message of `rank`, as JSON has it, in all ranks. Raises LinkError if a rank has died."""
         return json.loads(self._say(rank, message, what))
 
+    def of_all(self, own: Any, what: str) -> list[Any]:
+        """What every rank says, in their order, in all ranks. Raises LinkError if a rank has died."""
+        return [self.say(rank, own, what) for rank in range(self.num_ranks)]
+
     def begin_largest(self, numbers: Sequence[int], what: str) -> "Largest":
         """Begin to find the largest of each number, over all ranks."""
         own = torch.tensor([list(numbers)] * self.num_ranks, device=HOST)
@@ -94,15 +98,17 @@ class RegionGroup:
     def finish(self, work: Any, what: str, limit_s: float = math.inf, speaker: int | None = None) -> None:
         """Wait for an operation, for `limit_s` at most. Raises LinkError if a rank, or the one that speaks, has died."""
         until = time.monotonic() + limit_s
-        warns_at = time.monotonic() + _LATE_S if speaker == self.rank else math.inf
+        warns_at = time.monotonic() + _LATE_S if speaker in (None, self.rank) else math.inf
         while not work.is_completed():
             if time.monotonic() > until:
                 return
             if time.monotonic() > warns_at:
                 warns_at = math.inf
                 logger.warning(
-                    "rank %d has waited %g s for other ranks of its region to come to %s. All ranks must make the same calls: "
-                    "outer.global_weights(), for example, must not stand below `if accelerator.is_main_process`.",
+                    "rank %d has waited %g s for other ranks of its region to come to %s. All ranks must make the same calls, "
+                    "and equally many steps: outer.global_weights(), for example, must not stand below `if "
+                    "accelerator.is_main_process`, and a loader that gives some ranks more batches than others "
+                    "(even_batches=False) keeps these waiting.",
                     *(self.rank, _LATE_S, what),
                 )
             with contextlib.suppress(RuntimeError):  # it goes on, or it has failed and says so below

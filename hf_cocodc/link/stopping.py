@@ -34,21 +34,25 @@ class StopAgreement:
 
     Args:
         request: on the leader, asks the coordinator to stop all regions, for a reason; None in a run of one region.
+        decides: whether regions agree in this way on a step to stop at; else only ranks tell each other what they are asked for.
 
     Attributes:
+        is_done: whether this rank's training is complete; after `passes`, whether that of any rank is.
         asked: why this region must stop; empty if it need not, or if only another rank of it knows.
         reasons: by region, why it has asked to stop; known after a decision to stop.
     """
 
-    def __init__(self, group: RegionGroup | None, request: Callable[[str], None] | None) -> None:
-        self._group, self._request = group, request
+    def __init__(
+        self, group: RegionGroup | None, request: Callable[[str], None] | None, decides: bool = True
+    ) -> None:
+        self._group, self._request, self.decides = group, request, decides
         self._changed = threading.Condition()
         self._flags: Largest | None = None
         self._has_started = False
         self._begin(0)
 
     def _begin(self, passed: int) -> None:
-        self.asked = ""
+        self.asked, self.is_done = "", False
         self.reasons: Mapping[int, str] = {}
         self._passed = passed
         self._has_requested = self._is_known = False
@@ -71,7 +75,7 @@ class StopAgreement:
 
     def poll(self) -> None:
         """On the leader, in any thread, now and then: pass on a request, also while training waits for a transfer."""
-        if self.asked and self._request is not None:
+        if self.asked and self._request is not None and self.decides:
             with self._changed:
                 is_first, self._has_requested = not self._has_requested, True
             if is_first:
@@ -158,23 +162,26 @@ class StopAgreement:
         if self._group is not None:
             with self._changed:
                 asks = self._group.rank + 1 if self.asked and not self._is_known else 0
-                numbers = asks, self._hold
+                numbers = asks, self._hold, int(self.is_done)
             self._flags = self._group.begin_largest(numbers, f"the end of step {inner_step}")
 
-    def _told(self) -> tuple[int, int]:
-        """What all ranks have told at the end of the step before: a rank that was asked, from 1, and the step to hold at."""
+    def _told(self) -> tuple[int, int, bool]:
+        """What all ranks have told at the end of the step before: a rank that was asked, from 1, the step to hold at, and whether
+        the training of any is complete.
+        """
         flags, self._flags = self._flags, None
-        asker, hold = (0, 0) if flags is None else flags.wait()
-        return asker, hold
+        asker, hold, done = (0, 0, 0) if flags is None else flags.wait()
+        return asker, hold, bool(done)
 
     def _hear_ranks(self, group: RegionGroup, inner_step: int) -> None:
         """Do what all ranks know: take over a request, and wait together for the answer."""
-        asker, hold = self._told()
+        asker, hold, done = self._told()
+        self.is_done = self.is_done or done
         if asker and not self._is_known:
             self._is_known = True
             self.asked = group.say(asker - 1, self.asked, "why the region must stop")
             self.poll()
-            if group.rank == 0 and self._request is None:
+            if group.rank == 0 and self._request is None and self.decides:
                 self.answer(self.promise(), {0: self.asked})
         if not hold or inner_step < hold or hold == self._held:
             return

@@ -6,12 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast, gather
 
-from ..parts.tensors.memory import HOST
 from .base import Link
 from .group import RegionGroup, error_of, failure_of
 
@@ -41,21 +38,7 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
     """The main process's `value`, which JSON can express, in all ranks of the region. A collective call."""
     if accelerator.num_processes == 1:
         return value
-    text_of_main = json.dumps(value).encode() if accelerator.is_main_process else b""
-    size = broadcast(torch.tensor([len(text_of_main)], device=accelerator.device))
-    text = torch.zeros(int(size), dtype=torch.uint8, device=HOST)
-    if accelerator.is_main_process:
-        text = torch.frombuffer(bytearray(text_of_main), dtype=torch.uint8)
-    return json.loads(bytes(broadcast(text.to(accelerator.device)).tolist()))
-
-
-def of_all(accelerator: Accelerator, text: str) -> list[str]:
-    """The texts of all ranks of the region, in their order. All have the same length in bytes. A collective call."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=accelerator.device)
-    if not len(own):
-        return [text] * accelerator.num_processes
-    texts = bytes(gather(own).tolist())
-    return [texts[start : start + len(own)].decode() for start in range(0, len(texts), len(own))]
+    return ranks_of_region().say(0, value, "what the main process knows")
 
 
 def main_says(

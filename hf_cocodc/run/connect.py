@@ -25,14 +25,13 @@ from ..coordinator.messages import PROTOCOL, Stop
 from ..coordinator.secret import secret_of
 from ..errors import InputError, nearest
 from ..link.base import Link
-from ..link.group import RegionGroup
 from ..link.lanes import LaneLink
 from ..link.lockstep import loopback
 from ..link.ranks import SharedLink
 from ..link.spreading import spread_all
 from ..link.stopping import StopAgreement
 from ..link.tcp import TcpLink
-from ..link.within import of_all
+from ..link.within import ranks_of_region
 from ..net.addresses import own_address
 from ..net.pacing import congestion_of
 from ..parts.tensors.flat import contents, digests
@@ -42,7 +41,7 @@ from ..snapshot.receive import largest_base
 from ..status import tell
 from .about import About
 from .session import RegionContext, RegionSession, announce, keep, session_of
-from .supported import is_sharded, lanes_of, refuse_fixed
+from .supported import is_sharded, lanes_of, refuse_fixed, refuse_uneven
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,9 @@ def connect(
     is_elastic = regions.elastic and regions.max != 1
     if is_elastic:
         refuse_fixed(sharded, stage)
-    group = RegionGroup() if num_ranks > 1 and stage is None else None
+    group = ranks_of_region() if num_ranks > 1 and stage is None else None
+    if group is not None:
+        refuse_uneven(group, max_steps)
     if count == 1 and not is_elastic:
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
@@ -213,7 +214,7 @@ def connect(
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
     frozen: list[str] | None = None
     if sharded and is_sharded(model):
-        of_ranks = (text.split("\n") for text in of_all(accelerator, "\n".join(frozen_tensors(model))))
+        of_ranks = ranks_of_region().of_all(frozen_tensors(model), "the frozen tensors of each rank")
         frozen = [
             " ".join([first, *(line[-8:] for line in rest)]) for first, *rest in zip(*of_ranks, strict=True)
         ]
@@ -257,6 +258,8 @@ def connect(
         link.agreement = agreement
         if own is not None and not lane:
             own.agreement = agreement
+    elif group is not None:
+        link.agreement = StopAgreement(group, None, decides=False)
     session = None if own is None else session_of(own)
     if session is not None:
         keep(link, session)

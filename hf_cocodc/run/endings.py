@@ -97,14 +97,14 @@ class Endings:
         """Ask all regions to stop, at a step that they agree on through the coordinator, or else when a transfer tells them.
         Where regions go on without each other and `regions.when_one_ends` is "continue", only this one leaves.
         """
+        agreement = self._link.agreement
+        if agreement is not None:  # the other ranks of this region hear of it, too
+            agreement.ask(reason)
         if self._link.is_elastic and self._policy == "continue":
             self.leaves = self.leaves or reason
             return
-        agreement = self._link.agreement
-        if agreement is not None:
-            agreement.ask(reason)
-            if self._link.num_regions == 1:  # its ranks must not end one by one
-                return
+        if agreement is not None and agreement.decides and self._link.num_regions == 1:
+            return  # its ranks must not end one by one
         if self.word.ending is not Ending.INTERRUPTED:
             self.tell(ending=Ending.INTERRUPTED)
             self._link.leave_note(reason)
@@ -119,16 +119,20 @@ class Endings:
 
         A single region needs no transfer; unless its ranks hear of each other's words in no other way.
         """
-        has_agreement = self._link.agreement is not None
+        agreement = self._link.agreement
+        has_agreement = agreement is not None and agreement.decides
         if self._link.num_regions == 1 and (has_agreement or not isinstance(self._link, SharedLink)):
             words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)
             self.hear({region: word.ending for region, word in words.items()}, inner_step)
-        agreement = self._link.agreement
         if agreement is None or self.verdict is not None or inner_step == self._max_steps:
             return
-        if not agreement.passes(inner_step):
+        agreement.is_done = self.word.ending is Ending.DONE
+        passes = agreement.passes(inner_step)
+        if agreement.is_done and self.word.ending is Ending.NO:
+            self.tell(ending=Ending.DONE)
+        if not passes:
             reasons = {region: agreement.reasons.get(region, "") for region in self._link.members}
             endings = {r: Ending.INTERRUPTED if reason else Ending.NO for r, reason in reasons.items()}
             self._end(endings, reasons.__getitem__, inner_step)

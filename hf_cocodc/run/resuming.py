@@ -16,9 +16,10 @@ from torch import nn
 from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
+from ..link.group import error_of, failure_of
 from ..link.rules import Standing
 from ..link.spreading import gather, spread
-from ..link.within import main_says
+from ..link.within import main_says, ranks_of_region
 from ..resolve import value_in
 from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
@@ -57,9 +58,10 @@ def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> No
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 
 
-def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
-    """What `attempt` returns, if it fails in no region; one that has failed keeps no other waiting. A collective call, named
-    `what`. Raises what `attempt` has raised here, or CheckpointError if it has failed in another region.
+def in_all(link: Link, accelerator: Accelerator, attempt: Callable[[], T], what: str) -> T:
+    """What `attempt` returns, if it fails in no rank of any region; one that has failed keeps no other waiting. A collective
+    call, named `what`. Raises what `attempt` has raised here or in another rank, or CheckpointError if it has failed in another
+    region.
     """
     failed: Exception | None = None
     try:
@@ -67,6 +69,10 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
     except Exception as error:
         failed = error
     try:  # whatever has failed: the other regions, and the other ranks of this one, wait here
+        if accelerator.num_processes > 1:
+            of_ranks = ranks_of_region().of_all(failed and failure_of(failed), f"{what}, in each rank")
+            failures = [each for each in of_ranks if each is not None]
+            failed = failed or (error_of(failures[0]) if failures else None)
         verdicts = gather(link, CanResume(failed is None), what)
     except LinkError as error:
         raise failed or error from None
@@ -224,7 +230,7 @@ def agree_on_beginning(
         restore_buffers(model, folder, link.lane)
         return checkpoint
 
-    checkpoint = in_all(link, read, "what regions have loaded")
+    checkpoint = in_all(link, accelerator, read, "what regions have loaded")
     own = Origin(_NOTHING if checkpoint is None else checkpoint.facts.step, secrets.randbits(48))
     origins = gather(link, own, "where regions begin")
     first = min(origins)

@@ -126,7 +126,7 @@ def hook_into_saving(
             restore_buffers(training.model, folder[0], link.lane)
 
         with loading:
-            in_all(link, load, "what regions load")
+            in_all(link, accelerator, load, "what regions load")
             training.load(read[0])
 
     hooks = [

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError, shown
+from ..link.group import RegionGroup
 from ..parts.codecs import has_radial, has_rank
 from ..parts.tensors.flat import local_shard
 from ..parts.tensors.memory import HOST, Home
@@ -127,6 +128,34 @@ def _is_replicated(param: nn.Parameter) -> bool:
     assert isinstance(param.data, DTensor)
     sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
     return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def refuse_uneven(group: RegionGroup, max_steps: int | None, num_batches: int | None = None) -> None:
+    """Raise InputError, in all ranks of a region, unless all make equally many inner steps, of equally many batches in an epoch.
+    A collective call; None is unknown.
+    """
+    of_ranks = group.of_all([max_steps, num_batches], "how long each rank trains")
+    if all(each == of_ranks[0] for each in of_ranks):
+        return
+    differ = [rank for rank, each in enumerate(of_ranks) if each != of_ranks[0]]
+    numbers = ", ".join(
+        f"rank {rank} {_length_in_words(*of_ranks[rank])}" for rank in (0, *differ[:_MOST_NAMED])
+    ) + (f" and {len(differ) - _MOST_NAMED} ranks more" if differ[_MOST_NAMED:] else "")
+    raise InputError(
+        f"the ranks of this region would not train equally long: {numbers}. Ranks wait for each other in every step, so all need "
+        "as many batches: set even_batches=True (accelerator_config), or dataloader_drop_last=True, or give every rank the same "
+        "max_steps and as much data."
+    )
+
+
+_MOST_NAMED = 4
+
+
+def _length_in_words(max_steps: int | None, num_batches: int | None) -> str:
+    steps = "an unknown number of inner steps" if max_steps is None else f"{max_steps} inner steps"
+    return (
+        f"makes {steps}" if num_batches is None else f"has {num_batches} batches an epoch and makes {steps}"
+    )
 
 
 def length_of(max_steps: Any) -> int | None:

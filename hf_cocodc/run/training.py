@@ -203,7 +203,7 @@ class Training:
     def _check(self, saved: Saved, is_new: bool = False) -> None:
         """Raise CheckpointError if the regions cannot go on from there."""
         own = saved, self.settings, self.link, self.about, self.allowed, self.model, is_new
-        in_all(self.link, lambda: check(*own), "whether regions can go on")
+        in_all(self.link, self.accelerator, lambda: check(*own), "whether regions can go on")
 
     def _is_bounded(self) -> bool:
         return self.inner.is_bounded

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from ..errors import InputError
 from ..link.base import Link
 from ..link.records import Ending
+from ..link.within import ranks_of_region
 from ..resolve import from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.supported import refuse_unsupported
+from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
@@ -174,7 +176,9 @@ class CoCoDCCallback(TrainerCallback):
             self._link = self._meet(trainer)
             if checkpoint_to_resume(self._link, trainer.accelerator, Path(args.output_dir), None).checkpoint:
                 raise InputError(_TOO_LATE)
-            state.max_steps = self.agree_on_length(state.max_steps, is_fixed=True)
+            loader: Any = kwargs.get("train_dataloader")
+            num_batches = len(loader) if has_length(loader) else 0
+            state.max_steps = self.agree_on_length(state.max_steps, num_batches, is_fixed=True)
         assert self._beginning is not None
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
@@ -285,9 +289,13 @@ class CoCoDCCallback(TrainerCallback):
             )
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
-    def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:
-        """The inner steps that all regions make, where this one would make `max_steps`. A collective call."""
-        assert self._link is not None
+    def agree_on_length(self, max_steps: int, num_batches: int, is_fixed: bool = False) -> int:
+        """The inner steps that all regions make, where this one would make `max_steps`, and this rank has `num_batches` in an
+        epoch. A collective call. Raises InputError if ranks of the region differ, HandshakeError like `agree_on_start`.
+        """
+        assert self._link is not None and self._trainer is not None
+        if self._trainer.accelerator.num_processes > 1:
+            refuse_uneven(ranks_of_region(), max_steps, num_batches)
         own = Beginning(max_steps, is_fixed, secrets.randbits(48))
         self._beginning = agree_on_start(self._link, own, told(self._base, Beginning))
         return self._beginning.max_steps

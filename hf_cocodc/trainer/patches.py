@@ -61,8 +61,9 @@ CALLED = {
 COUNTERS = ("_globalstep_last_logged", "_initial_global_step")
 """Private numbers of Trainer's loop that go along where a region jumps to another inner step."""
 
-SAMPLES = 3
-"""Place of the number of samples of the run among the initial training values; the last one is the number of steps."""
+SAMPLES, BATCHES = 3, 5
+"""Places of the number of samples of the run, and of batches in an epoch of this rank, among the initial training values; the
+last one is the number of steps."""
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -104,7 +105,7 @@ class Patches:
     def set_initial_training_values(self, compute: Callable, *args: Any, **kwargs: Any) -> tuple:
         """Cuts the run to the length that all regions can make, before the learning rate schedule is made for it."""
         *values, max_steps = compute(*args, **kwargs)
-        agreed = self._callback.agree_on_length(max_steps)
+        agreed = self._callback.agree_on_length(max_steps, values[BATCHES])
         values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
         return *values, agreed
 

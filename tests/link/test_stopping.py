@@ -355,3 +355,23 @@ def test_a_region_that_has_come_to_its_last_step_keeps_nobody_waiting() -> None:
     place = Place(3)
     assert place.train(lambda who, each: train(each, 0.001, 9 if who[1] == 1 else 0, 9)) == [0, 0, 0]
     place.close()
+
+
+def test_ranks_that_stop_alone_are_heard_by_their_region() -> None:
+    """Where regions do not agree on a step, as in elastic runs: one rank is asked to stop, and another is done."""
+    place = Place(3)
+    for agreement in place.agreements.values():
+        agreement.decides = False
+
+    def live(who: tuple[int, int], agreement: StopAgreement) -> tuple[str, bool]:
+        agreement.start(0)
+        for step in range(1, 5):
+            if step == 2 and who[1] == 1:
+                agreement.ask("SIGTERM")
+            if step == 2 and who[1] == 2:
+                agreement.is_done = True
+            assert agreement.passes(step)
+        return agreement.asked, agreement.is_done
+
+    assert place.train(live) == [("SIGTERM", True)] * 3
+    place.close()

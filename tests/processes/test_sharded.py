@@ -136,7 +136,7 @@ def test_shards_that_several_ranks_hold_are_refused(
             ):
                 connect(accelerator, model, OuterConfig(), regions, None)
         else:
-            monkeypatch.setattr("hf_cocodc.run.connect.RegionGroup", lambda: None)
+            monkeypatch.setattr("hf_cocodc.run.connect.ranks_of_region", lambda: None)
             assert connect(accelerator, model, OuterConfig(), regions, None).num_lanes == 4
     finally:
         dist.destroy_process_group()

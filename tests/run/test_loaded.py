@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_a_rank_that_cannot_read_its_leaders_error_keeps_nobody_waiting() -> Non
         raise LinkError("region 0: KeyError")
 
     with pytest.raises(LinkError, match="KeyError"):
-        in_all(Alone(), fail, "what regions load")  # type: ignore[arg-type]
+        in_all(Alone(), SimpleNamespace(num_processes=1), fail, "what regions load")  # type: ignore[arg-type]
     assert asked == [False]
 
 
