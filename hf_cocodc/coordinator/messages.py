@@ -19,7 +19,7 @@ from ..settings.regions import MOST_REGIONS
 
 _MOST_GENERATIONS = 1_000_000_000
 """Tickets are computed from generations, and must stay below `MOST`."""
-PROTOCOL = 22
+PROTOCOL = 23
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
 """Characters of a text."""
@@ -334,10 +334,14 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Hears:
-    """Whether the coordinator has a connection to a process. One without may call again."""
+    """Whether the coordinator has a connection to a process. One without may call again.
+
+    `cut`: the connection was reset, or nothing came through: that says nothing of the process.
+    """
 
     member: Member
     hears: bool
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,9 +90,10 @@ class Came:
 
 @dataclass(frozen=True)
 class Ended:
-    """Connection `who` has ended."""
+    """Connection `who` has ended. `cut`: it was reset, or nothing came through; else the other end has closed it."""
 
     who: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,8 +256,8 @@ def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]
     match event:
         case Came(who, message):
             work.came(who, message)
-        case Ended(who):
-            work.ended(who)
+        case Ended(who, cut):
+            work.ended(who, cut)
         case Tick():
             pass
     work.proceed()
@@ -332,7 +333,7 @@ class _Work:
             case _:
                 pass
 
-    def ended(self, who: int) -> None:
+    def ended(self, who: int, cut: bool) -> None:
         state = self.state
         seat = state.seats.get(who)
         self.change(
@@ -343,7 +344,7 @@ class _Work:
             leave_asks=_without(state.leave_asks, who),
         )
         if seat is not None:
-            self.tell(Hears(member=seat.member, hears=False))
+            self.tell(Hears(member=seat.member, hears=False, cut=cut))
         if seat is not None and seat.member in state.newcomers:
             self.forget(seat.member)
 

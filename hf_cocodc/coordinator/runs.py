@@ -329,10 +329,10 @@ class Runs:
     def came(self, hosted: Hosted, who: int, message: FromRegion | FromCommand) -> None:
         self._step(hosted, Came(who, message))
 
-    def ended(self, hosted: Hosted, who: int) -> None:
-        """A connection of a run has ended."""
+    def ended(self, hosted: Hosted, who: int, cut: bool = False) -> None:
+        """A connection of a run has ended. `cut`: see `Ended`."""
         hosted.connections.discard(who)
-        self._step(hosted, Ended(who))
+        self._step(hosted, Ended(who, cut))
         hosted.idle_since = self.clock()
         if hosted.is_nothing:
             self._forget(hosted)

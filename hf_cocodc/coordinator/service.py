@@ -226,7 +226,7 @@ class Coordinator:
         self._loop.remove_writer(connection.channel.socket)
         connection.channel.close()
         if connection.hosted is not None:
-            self._runs.ended(connection.hosted, connection.who)
+            self._runs.ended(connection.hosted, connection.who, not connection.channel.is_closed)
 
     # -- messages
 

@@ -71,8 +71,6 @@ logger = logging.getLogger(__name__)
 _CALLS = 1 << 40
 """Attempts are ordered by their losses first: so many calls fit between two losses."""
 _POLL_S = 0.1
-_FRESH_S = 3.0
-"""The coordinator says something every second: one that has not for so long may be frozen, and knows nothing of the others."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -320,8 +318,7 @@ class TcpLink:
         """What the coordinator knows of the process of a region."""
         member = self._paired.get(region)
         ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
-        is_fresh = time.monotonic() - self._client.heard_at < _FRESH_S
-        return Liveness(self.has_coordinator and is_fresh, ended_at)
+        return Liveness(ended_at)
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
@@ -696,8 +693,9 @@ class TcpLink:
                 self._suspect(message)
             case Hears(member=member, hears=True):
                 self._unheard.pop(member, None)
-            case Hears(member=member):
-                self._unheard[member] = time.monotonic()
+            case Hears(member=member, cut=cut):
+                if not cut:
+                    self._unheard[member] = time.monotonic()
             case Resumed():
                 self._tell_ways()
                 for other in list(self._paired.values()):  # it may have forgotten

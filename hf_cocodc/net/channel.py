@@ -30,6 +30,7 @@ class Channel:
     Attributes:
         longest: bytes of the longest line that is read. A longer one is skipped, and sets `has_skipped`.
         ended: whether the other end has closed the connection, or it has failed.
+        is_closed: whether the other end has closed it, as the end of its process does.
         is_protected: whether the other end has proven itself (see `protect`).
         is_denied: whether it has not: it has another identity, or does not speak TLS.
         unsent_since: since when the other end has taken nothing of what it is sent; None if it has taken all.
@@ -40,7 +41,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         keep_from_forks(connection)
-        self.ended = self.is_protected = self.is_denied = False
+        self.ended = self.is_closed = self.is_protected = self.is_denied = False
         self.unsent_since: float | None = None
         self._unsent = bytearray()
         self._received = bytearray()
@@ -92,7 +93,8 @@ class Channel:
                 self._finishes = False
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self.is_closed = self.is_closed or isinstance(error, BrokenPipeError)
             self.ended = True
 
     @property
@@ -109,6 +111,7 @@ class Channel:
         """Keep what has come, to be taken; `most` bytes of it."""
         try:
             chunk = self.socket.recv(most)
+            self.is_closed = self.is_closed or not chunk
             self.ended = self.ended or not chunk
         except BlockingIOError:
             return

@@ -1,4 +1,4 @@
-"""Broken connections to a region come back. The region is lost if its process has ended, or does not come back in time."""
+"""Broken connections to a region come back. The region is lost if its process has ended, or is not reached again in time."""
 
 import logging
 import math
@@ -23,20 +23,19 @@ _STREAM_S = 10.0
 
 
 class Denied(ConnectionLost):
-    """The other end's machine says that its process is not there, or that it does not know the connection."""
+    """Who answers for the other end says that its process is not there, or that it does not know the connection."""
 
 
 class NotBack(ConnectionLost):
-    """Nothing refuses connections to the other end, and none has come about in time."""
+    """No connection to the other end has come about in time."""
 
 
 class Liveness(NamedTuple):
-    """Whether the coordinator `answers` (it has said something a moment ago), and what it knows of the other end's process.
+    """What the coordinator knows of the other end's process.
 
-    `ended_at`: when its own connection to that process ended, by the monotonic clock; minus infinity if it has not.
+    `ended_at`: when that process closed its connection to the coordinator, by the monotonic clock; minus infinity if it has not.
     """
 
-    answers: bool = False
     ended_at: float = -math.inf
 
 
@@ -45,21 +44,14 @@ def verdict(
 ) -> ConnectionLost | None:
     """The error if the process at the other end of a broken connection is lost; None while it may come back.
 
-    `is_denied`: whether its machine denies that it is there. All times are of the monotonic clock.
+    `is_denied`: whether its machine denies that it is there, or a router or proxy before it: that alone says nothing of the
+    process. All times are of the monotonic clock.
     """
-    if now - broken_at > timeout_s:
-        return ConnectionLost(CLOSED) if is_denied else NotBack("it has not come back in time")
-    has_ended = word.ended_at >= broken_at - _HEARD_S
-    waited_s = now - max(broken_at, word.ended_at)
-    if (
-        has_ended
-        and (is_denied or waited_s > _GRACE_S)
-        or is_denied
-        and not word.answers
-        and waited_s > _GRACE_S
+    if word.ended_at >= broken_at - _HEARD_S and (
+        is_denied or now - max(broken_at, word.ended_at) > _GRACE_S
     ):
         return ConnectionLost(CLOSED)
-    return None  # it talks to the coordinator, as far as anybody knows
+    return NotBack("it has not come back in time") if now - broken_at > timeout_s else None
 
 
 def stream_verdict(

@@ -234,9 +234,9 @@ class Wire:
         if isinstance(error, NotBack):
             return RegionLostError(
                 region,
-                f"the connections to region {region} broke while region {self.region} waited for {what}, and none could be made "
-                f"again within {self.timeout_s:g} s (regions.timeout_s): its machine, or the network between the regions, is "
-                "down. Start all regions again with --resume once it is back.",
+                f"region {region} cannot be reached: its connections broke while region {self.region} waited for {what}, and "
+                f"none came back within {self.timeout_s:g} s (regions.timeout_s). The network between them, or its machine, "
+                "is down. Start all regions again with --resume once it is back.",
             )
         return died(region, self.region, what)
 

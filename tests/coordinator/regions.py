@@ -1,6 +1,7 @@
 """Regions as tests need them: a client, and what it has heard."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +134,13 @@ def try_to_meet(
     for thread in threads:
         thread.join()
     return results
+
+
+def socket_of(region: Region) -> socket.socket:
+    """Of its connection to the coordinator."""
+    connection = region.client._connection
+    assert connection is not None
+    return connection.channel.socket
 
 
 def ask(

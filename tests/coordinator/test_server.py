@@ -3,6 +3,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from hf_cocodc.coordinator.messages import (
     Decided,
     Done,
     Heard,
+    Hears,
     Here,
     LeaveNow,
     Over,
@@ -43,8 +45,9 @@ from hf_cocodc.coordinator.messages import (
 )
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import HandshakeError, InputError, MeetingError, RegionLostError, RunOver
+from hf_cocodc.net.channel import Channel
 
-from .regions import OTHER, SECRET, Region, ask, hello, meet, part, try_to_meet, wait_until
+from .regions import OTHER, SECRET, Region, ask, hello, meet, part, socket_of, try_to_meet, wait_until
 
 
 @contextlib.contextmanager
@@ -271,6 +274,21 @@ def test_status_shows_steps_lags_and_who_is_not_connected() -> None:
         [run] = status(served.address, None)
         assert run["members"][1]["step"] == 40 and run["members"][1]["heard_s"] < 5
         assert run["name"] == "run" and run["losses"] == 0 and run["ended"] is None
+        part(a)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_members_hear_whether_a_connection_was_closed_or_cut(
+    cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a process closes it; a router that is cut off or restarts does not."""
+    with coordinator() as served:
+        a, b = meet(served.address, hello(0), hello(1))
+        if cut:  # a reset
+            monkeypatch.setattr(Channel, "finish", lambda channel: None)
+            socket_of(b).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        b.client.close()
+        assert a.wait_for(Hears) == Hears(member=b.client.me, hears=False, cut=cut)
         part(a)
 
 

@@ -29,26 +29,24 @@ from tests.secret import secret
 
 HOST = "127.0.0.1"
 KEYS = Keys.from_secret(secret("a secret of the tests of recovery"))
-NEVER = -math.inf
 
 
 @pytest.mark.parametrize(
     ("broken_s", "is_denied", "word", "lost"),
     [
-        (0.0, False, Liveness(True, NEVER), None),
-        # a router refuses for a while: the region talks to the coordinator
-        (9.0, True, Liveness(True, NEVER), None),
-        (0.5, True, Liveness(False, NEVER), None),
-        (6.0, True, Liveness(False, NEVER), ConnectionLost),  # nobody else can say
-        (0.0, True, Liveness(True, 100.0), ConnectionLost),  # killed: the coordinator has lost it, too
-        (4.5, False, Liveness(True, 100.0), None),  # a router was started anew
-        (6.0, False, Liveness(True, 100.0), ConnectionLost),  # a killed region whose port nobody can look at
-        (6.0, False, Liveness(True, 101.5), None),
+        (0.0, False, Liveness(), None),
+        # a router, proxy or restarting NAT refuses for a while
+        (29.0, True, Liveness(), None),
+        # killed: it has closed its connection to the coordinator, too
+        (0.0, True, Liveness(100.0), ConnectionLost),
+        (4.5, False, Liveness(100.0), None),  # it may call the coordinator again
+        (6.0, False, Liveness(100.0), ConnectionLost),  # a killed region whose port nobody can look at
+        (6.0, False, Liveness(101.5), None),
         # the coordinator lost it long ago, and heard it again
-        (2.0, True, Liveness(True, 90.0), None),
-        (29.0, False, Liveness(True, NEVER), None),
-        (31.0, True, Liveness(True, NEVER), ConnectionLost),
-        (31.0, False, Liveness(False, NEVER), NotBack),
+        (2.0, True, Liveness(90.0), None),
+        (29.0, False, Liveness(), None),
+        (31.0, True, Liveness(), NotBack),
+        (31.0, False, Liveness(), NotBack),
     ],
 )
 def test_who_is_lost(broken_s: float, is_denied: bool, word: Liveness, lost: type | None) -> None:
@@ -81,7 +79,7 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
     monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
     with routed(caller=caller, timeout_s=6.0) as both:
         for wire in both.wires:
-            wire.liveness_of = lambda region: Liveness(True, time.monotonic())  # it has just lost both
+            wire.liveness_of = lambda region: Liveness(time.monotonic())  # it has just lost both
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 70, 5.0) for wire in both.wires))
         ends = [stream.connection for stream in streams]
         waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
@@ -300,14 +298,14 @@ def test_who_listens_between_two_regions_learns_nothing(monkeypatch: pytest.Monk
 def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_too() -> None:
     """While the coordinator hears it, it may come back."""
     with routed(timeout_s=60.0) as both:
-        word = Liveness(True, NEVER)
+        word = Liveness()
         both.wires[0].liveness_of = lambda region: word
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.close()
         with pytest.raises(TimeoutError):
             pending.operation.wait(0.7)
-        word = Liveness(True, time.monotonic())
+        word = Liveness(time.monotonic())
         with pytest.raises(
             RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
         ):
@@ -318,7 +316,7 @@ def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_to
 def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> None:
     """Behind a router, a region announces an address that another machine has here: what refuses there says nothing of it."""
     with routed(timeout_s=60.0, hidden=hidden) as both:
-        both.wires[1].liveness_of = lambda region: Liveness(True, time.monotonic())
+        both.wires[1].liveness_of = lambda region: Liveness(time.monotonic())
         view = both.wires[1].view([0, 1], 1)
         pending = view.receive(0, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True
@@ -330,13 +328,14 @@ def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> 
 def test_a_region_that_nobody_reaches_again_is_lost_after_the_time_out() -> None:
     with routed(timeout_s=3.0) as both:
         for wire in both.wires:
-            wire.liveness_of = lambda region: Liveness(True, NEVER)
+            wire.liveness_of = lambda region: Liveness()
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True
         both.router.cut()
         with pytest.raises(
-            RegionLostError, match=r"the connections to region 1 broke .* within 3 s \(regions.timeout_s\)"
+            RegionLostError,
+            match=r"region 1 cannot be reached: its connections broke .* within 3 s \(regions.timeout_s\)",
         ):
             view.wait([pending], "a piece", may_be_late=True)
 

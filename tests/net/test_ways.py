@@ -214,7 +214,7 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         both = wires([first], [second], keys=keys)
         for wire in both:
             wire.relay = (HOST, port)
-            wire.liveness_of = lambda region: Liveness(answers=True)  # the coordinator hears both
+            wire.liveness_of = lambda region: Liveness()  # the coordinator hears both
         connect(*both)
         assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
         speak(*both)
