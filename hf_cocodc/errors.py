@@ -7,7 +7,8 @@
     |   |-- HandshakeError      exit code 2   two regions differ in something that must be equal
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
     |-- LinkError               exit code 1   link, coordinator or another region failed during the run (also a RuntimeError)
-    |   |-- MeetingError        exit code 2   the coordinator failed before regions had met; nothing was trained
+    |   |-- MeetingError        exit code 1   no coordinator answers, or it failed before regions had met; nothing was trained
+    |   |   `-- MeetingRefused  exit code 2   what answers has another secret, another version, or is no coordinator
     |   |-- RegionLostError     exit code 1   one named region is gone or silent, or has not come
     |   |-- LeftBehind          exit code 1   the other regions have gone on without this one
     |   |-- RunOver             exit code 1   the run has ended: there is nothing to join, or to come back to
@@ -60,7 +61,13 @@ class LinkError(CocodcError, RuntimeError):
 
 
 class MeetingError(LinkError):
-    """Regions could not meet, because the coordinator failed or is not ours. Nothing was trained or written."""
+    """Regions could not meet: the coordinator was away for too long, or failed. Nothing was trained or written. This may pass: a
+    supervisor starts the region again.
+    """
+
+
+class MeetingRefused(MeetingError):
+    """What answers has another secret, another version, or is no coordinator: another try ends alike."""
 
     exit_code = 2
 

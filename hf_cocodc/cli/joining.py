@@ -6,7 +6,7 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, RunOver
+from ..errors import InputError, MeetingError, RunOver
 from ..settings import ENV_COORDINATOR
 from ..settings.recipe import Recipe
 from .status import PATIENCE_S, keys_of
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ..coordinator.caller import CoordinatorConnection
     from ..net.keys import Keys
 
-CONNECT_S = 10.0
 AGAIN_S = 1.0
+FIRST_S, EACH_S = 3.0, 60.0
+"""Seconds after which a command says that it waits for the coordinator, and between two such lines."""
 
 
 def refuse_to_join(resume: bool, coordinator: str | None) -> None:
@@ -49,23 +50,23 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
     Returns None, and says so, if the run has finished meanwhile.
 
     Raises:
-        InputError: the run does not train, or has as many regions as it may have.
-        MeetingError: no coordinator answers, or one with another secret.
+        InputError: the run has as many regions as it may have.
+        MeetingError: the run does not train; no coordinator answers, or one with another secret.
         RunOver: the run has stopped before its end.
     """
     name, has_said = name_of(recipe), False
     keys = keys_of(address, recipe.regions.secret_file)
     deadline = time.monotonic() + recipe.regions.start_timeout_s
     while True:
-        held = _claim(address, name, keys)
+        finished = over(run_at(recipe, address, keys), join=True)  # it waits for the coordinator
+        held = None if finished is not None else _claim(address, name, keys)
         if held is not None:
             return held
-        finished = over(run_at(recipe, address, keys), join=True)
         if finished is not None:
             print(finished)
             return None
         if time.monotonic() > deadline:
-            raise InputError(
+            raise MeetingError(
                 f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
                 "--resume if it has trained before), or correct the name of the run (--run). A run without regions.min or "
                 "regions.on_loss=continue cannot be joined."
@@ -77,14 +78,19 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
 
 
 def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
-    """The number; None while the run does not train."""
-    from ..coordinator.caller import CoordinatorConnection, error_of
+    """The number; None while the run does not train, or its coordinator is away."""
+    from ..coordinator.caller import ConnectionEnded, CoordinatorConnection, NobodyAnswers, error_of
     from ..coordinator.messages import Claim, Claimed, Refuse
 
-    connection = CoordinatorConnection(address, run, "command", keys, timeout_s=PATIENCE_S)
+    try:
+        connection = CoordinatorConnection(address, run, "command", keys, timeout_s=PATIENCE_S)
+    except NobodyAnswers:
+        return None
     try:
         connection.send(Claim())
         answer = connection.receive(PATIENCE_S)
+    except ConnectionEnded:
+        answer = None
     except BaseException:
         connection.close()
         raise
@@ -97,12 +103,27 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
 
 
 def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
-    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Raises InputError if the
-    coordinator's host has no address, MeetingError if none answers, or one with another secret.
+    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Waits for a coordinator that
+    is not there yet as long as regions wait for each other, and says so. Raises MeetingError if none answers, or one with another
+    secret.
     """
     from ..coordinator.client import status
 
-    return next(iter(status(address, keys, name_of(recipe), CONNECT_S)), None)
+    wait_s, began = recipe.regions.start_timeout_s, time.monotonic()
+    says_at = began + FIRST_S
+
+    def look() -> None:
+        nonlocal says_at
+        now = time.monotonic()
+        if now >= says_at:
+            says_at = now + EACH_S
+            left_s = max(wait_s - (now - began), 0.0)
+            print(
+                f"waiting for the coordinator at {address}, {left_s:.0f} s more (regions.start_timeout_s)",
+                flush=True,
+            )
+
+    return next(iter(status(address, keys, name_of(recipe), wait_s, look)), None)
 
 
 def over(state: dict[str, Any] | None, join: bool) -> str | None:

@@ -47,10 +47,10 @@ COMMANDS = (
 EXIT_CODES = """\
 exit codes:
   0    done; or this region has left in good order, and the others train on
-  1    the link, the coordinator or another region failed while training, or
-       another region did not come or could not be reached
+  1    the link, the coordinator or another region failed, did not come or could
+       not be reached: it may pass, and a supervisor starts the region again
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
-       is full; regions that differ; or no coordinator that answers
+       is full; regions that differ; a coordinator with another secret or version
   3    all regions have stopped together, with a checkpoint to resume from
   129  ended by a closed terminal
   130  interrupted with Ctrl-C; 143 by SIGTERM (coordinator ends with 0 at both)

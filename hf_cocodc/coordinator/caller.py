@@ -16,6 +16,7 @@ from ..errors import (
     LeftBehind,
     LinkError,
     MeetingError,
+    MeetingRefused,
     RunOver,
     short,
 )
@@ -84,7 +85,7 @@ class CoordinatorConnection:
 
     Raises:
         InputError: the host name is unknown.
-        MeetingError: nobody answers, or the coordinator refuses: it has another secret, or another version.
+        MeetingError: nobody answers; MeetingRefused if what answers has another secret, another version, or is no coordinator.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class CoordinatorConnection:
         channel.write(line_of({**versions(), "key": key_id(self._keys) or None}))
         answer = self._answer(channel, patience)
         if answer is None or "hf_cocodc" not in answer:
-            raise MeetingError(
+            raise MeetingRefused(
                 f"what listens at {self.address} is not a coordinator. Correct the address (regions.coordinator, --coordinator), "
                 "or start one there with `hf-cocodc coordinator`."
             )
@@ -199,17 +200,17 @@ class CoordinatorConnection:
         if why is None and "refused" in answer:
             why = f"the coordinator at {self.address} refuses this process: {short(answer['refused'], 1000)}"
         if why is not None:
-            raise MeetingError(f"{why}.")
+            raise MeetingRefused(f"{why}.")
         if self._keys is not None:
             channel.protect(identity(self._keys), is_server=False)
             if self._answer(channel, patience) != HERE:
-                raise MeetingError(f"the coordinator at {self.address} says what no coordinator says.")
+                raise MeetingRefused(f"the coordinator at {self.address} says what no coordinator says.")
 
     def _answer(self, channel: Channel, patience: _Patience) -> dict[str, Any] | None:
         """The next line. Raises _TryAgain if none comes."""
         while not channel.num_lines:
             if channel.is_denied:
-                raise MeetingError(
+                raise MeetingRefused(
                     f"what listens at {self.address} does not prove that it has the secret of the run: it is another one, or "
                     "somebody between here and there alters what is said."
                 )

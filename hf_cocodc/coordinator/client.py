@@ -46,13 +46,17 @@ _LOOK_S = 0.2
 
 
 def status(
-    address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
+    address: str,
+    keys: Keys | None,
+    run: str | None = None,
+    timeout_s: float = 5.0,
+    look: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The runs that these keys may see, or the one of this name (see `runs.overview`). Raises like CoordinatorConnection."""
-    answer = _answer(
-        CoordinatorConnection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s
-    )
-    return list(answer["runs"])
+    """The runs that these keys may see, or the one of this name (see `runs.overview`). `timeout_s` and `look`: see
+    CoordinatorConnection, which also says what this raises.
+    """
+    connection = CoordinatorConnection(address, run or "", "status", keys, timeout_s, look)
+    return list(_answer(connection, min(timeout_s, CONNECT_S))["runs"])
 
 
 def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:

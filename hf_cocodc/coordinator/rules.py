@@ -795,7 +795,7 @@ class _Work:
             elif state.trains:
                 self.refuse(
                     who,
-                    "MeetingError",
+                    "InputError",
                     f"run {state.name!r} trains, and by its settings it ends when a region is lost: nobody can join it. Give it "
                     "regions.min or regions.on_loss=continue in every region.",
                 )

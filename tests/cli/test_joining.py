@@ -18,7 +18,8 @@ from hf_cocodc.cli.main import main, parse
 from hf_cocodc.cli.status import look
 from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import InputError, MeetingError
+from hf_cocodc.net.addresses import free_port
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.snapshot import folders
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
@@ -57,25 +58,35 @@ def begun(address: str, name: str, count: int = 2) -> list[Region]:
             [*ELASTIC, "--set", "regions.max=6", "--region", "5", "--coordinator", "127.0.0.1:1"],
             "with regions.count=4",
         ),
-        (
-            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "5", "--coordinator", "127.0.0.1:1"],
-            "no coordinator answers at 127.0.0.1:1",
-        ),
     ],
 )
 def test_a_region_that_cannot_join_is_refused_in_one_paragraph(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is loaded, with exit code 2."""
-    monkeypatch.setattr(joining, "CONNECT_S", 0.1)
     assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *words]) == 2
     errors = capsys.readouterr().err
     assert said in errors
     assert errors.count("\n") == 1
+
+
+def test_a_coordinator_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a line that says so. What is away for too long may be there later: exit code 1, and a supervisor tries again."""
+    monkeypatch.setattr(joining, "FIRST_S", 0.0)
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    words = ["--set", f"training.output_dir={tmp_path}", "--set", "regions.start_timeout_s=0.3"]
+    assert main(["train", RECIPE, *words, *ELASTIC, "--region", "1", "--coordinator", address]) == 1
+    assert f"no coordinator answers at {address}" in capsys.readouterr().err
+    served: list[Any] = []
+    late = threading.Timer(0.5, lambda: served.append(serve_in_thread(port=port)))
+    late.start()
+    assert joining.run_at(Recipe.load(RECIPE, [f"training.output_dir={tmp_path}"]), address, None) is None
+    late.join()
+    served[0].close()
+    assert f"waiting for the coordinator at {address}, 600 s more" in capsys.readouterr().out
 
 
 def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
@@ -173,7 +184,7 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
 def test_a_run_that_has_not_begun_cannot_be_joined(address: str, tmp_path: Path) -> None:
     settings = [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1", "regions.start_timeout_s=0.1"]
     recipe = Recipe.load(RECIPE, settings)
-    with pytest.raises(InputError, match="no region of run 'mine' trains .* there is nothing to join"):
+    with pytest.raises(MeetingError, match="no region of run 'mine' trains .* there is nothing to join"):
         joining.claim_number(recipe, address)
 
 

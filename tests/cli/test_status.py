@@ -126,7 +126,7 @@ def test_status_of_the_runs_at_a_coordinator(
 def test_status_says_that_there_is_nothing_to_see(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run, a run whose members have died, one that has ended, a coordinator that is not there: a sentence, exit code 2."""
+    """No run, a run whose members have died, one that has ended, a coordinator that is not there (exit code 1): a sentence."""
     assert main(["status", "--coordinator", address]) == 2
     assert f"no run trains at {address}." in capsys.readouterr().err
     part(*begun(address, "mine"))
@@ -144,7 +144,7 @@ def test_status_says_that_there_is_nothing_to_see(
         said = capsys.readouterr().err
         assert "Ended: over (finished at step 800; its model lies at /out/region-0)." in said
     monkeypatch.setattr(status, "PATIENCE_S", 0.1)
-    assert main(["status", "--coordinator", "127.0.0.1:1"]) == 2
+    assert main(["status", "--coordinator", "127.0.0.1:1"]) == 1
     assert "If `hf-cocodc train` has printed this address, its run has ended" in capsys.readouterr().err
     assert main(["status", "--coordinator", "nonsense"]) == 2
     assert "regions.coordinator='nonsense' must be HOST:PORT" in capsys.readouterr().err

@@ -96,7 +96,7 @@ class Machine:
         return [json.loads(line) for line in written.read_text().splitlines()] if written.is_file() else []
 
 
-def region_script(code: int, seconds: int, folder: Path) -> tuple[Machine, int]:
+def region_script(code: int, seconds: int, restarts: str, folder: Path) -> tuple[Machine, int]:
     machine = Machine(folder, code)
     words = [
         "bash",
@@ -107,24 +107,30 @@ def region_script(code: int, seconds: int, folder: Path) -> tuple[Machine, int]:
         "--set",
         "outer.outer_lr=0.5",
     ]
-    return machine, machine.run(words, {"SLURM_JOB_ID": "7", "SECONDS": str(seconds)})
+    return machine, machine.run(
+        words, {"SLURM_JOB_ID": "7", "SECONDS": str(seconds), "SLURM_RESTART_COUNT": restarts}
+    )
 
 
 @pytest.mark.parametrize(
-    ("code", "seconds", "again"),
+    ("code", "seconds", "restarts", "again"),
     [
-        (0, 2000, False),
-        (1, 2000, True),
-        (1, 0, False),
-        (137, 2000, True),
-        (2, 2000, False),
-        (3, 2000, False),
-        (143, 2000, False),
+        (0, 2000, "", False),
+        (1, 2000, "9", True),
+        (1, 0, "", True),
+        (1, 0, "5", False),
+        (137, 0, "4", True),
+        (137, 2000, "5", True),
+        (2, 2000, "", False),
+        (3, 2000, "", False),
+        (143, 2000, "", False),
     ],
 )
-def test_the_slurm_job_of_a_region(code: int, seconds: int, again: bool, tmp_path: Path) -> None:
+def test_the_slurm_job_of_a_region(
+    code: int, seconds: int, restarts: str, again: bool, tmp_path: Path
+) -> None:
     """It runs our command with its arguments, ends with its exit code, and is queued again where that can help."""
-    machine, ended = region_script(code, seconds, tmp_path)
+    machine, ended = region_script(code, seconds, restarts, tmp_path)
     [words] = machine.calls("hf-cocodc")
     assert words[:2] == ["train", "r.yaml"]
     assert words[-2:] == ["--set", "outer.outer_lr=0.5"]
