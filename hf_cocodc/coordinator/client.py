@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
@@ -102,7 +101,6 @@ class Client:
         self._address, self._run, self._keys = address, run, keys
         self._period_s = period_s
         self._connection: CoordinatorConnection | None = None
-        self._generation = 0
         self._is_over = False
         self._closes = threading.Event()
         self._thread: threading.Thread | None = None
@@ -118,11 +116,6 @@ class Client:
     def host(self) -> str:
         """The coordinator's host."""
         return self._address.rpartition(":")[0].strip("[]")
-
-    @property
-    def answers(self) -> bool:
-        """Whether the coordinator is connected and decides: one that has lost its memory of the run does not yet."""
-        return self.is_connected and not self._is_away
 
     def meet(
         self,
@@ -154,7 +147,7 @@ class Client:
                 connection.channel.close()
             self.close()
             raise
-        self.me, self._generation = self.welcome.me, self.welcome.generation
+        self.me = self.welcome.me
         self._connection, self.is_connected = connection, True
         return self.welcome
 
@@ -210,7 +203,11 @@ class Client:
         )
 
     def start(
-        self, on: Callable[[ToRegion], None], beat: Callable[[], Beat], back: Callable[[], Back]
+        self,
+        on: Callable[[ToRegion], None],
+        beat: Callable[[], Beat],
+        back: Callable[[], Back],
+        away: Callable[[], None] = lambda: None,
     ) -> None:
         """From now on, hear the coordinator in a thread of its own; call it again whenever the connection has ended.
 
@@ -218,8 +215,9 @@ class Client:
             on: called in the thread with each message after `Welcome`, in order.
             beat: returns this region's heartbeat; also called now and then while there is no connection.
             back: returns what this region says after a new connection.
+            away: called when the connection has ended.
         """
-        self._on, self._beat, self._back = on, beat, back
+        self._on, self._beat, self._back, self._tell_away = on, beat, back, away
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinator", daemon=True)
         self._thread.start()
 
@@ -228,6 +226,11 @@ class Client:
         if self.is_connected:
             self._messages.put(message)
             self._wake_up()
+
+    def hang_up(self, why: str) -> None:
+        """End this connection, and call again. To be called by `on`."""
+        if self._connection is not None:
+            self._drop(self._connection, why)
 
     def close(self, bye: Bye | None = None) -> None:
         """Say `bye`, then end the connection and the thread, within about a second."""
@@ -325,7 +328,7 @@ class Client:
 
     def _hear_all(self, connection: CoordinatorConnection) -> None:
         channel = connection.channel
-        while channel.num_lines:
+        while channel.num_lines and connection is self._connection:
             plain = channel.take_line()
             if plain is None:
                 continue
@@ -334,38 +337,25 @@ class Client:
             except LinkError as error:
                 logger.warning("the coordinator at %s: %s", self._address, error)
                 continue
-            if isinstance(message, Alive) or not self._heeds(connection, message):
+            if isinstance(message, Alive):
                 continue
+            self._is_over = self._is_over or isinstance(message, Refuse)
+            if isinstance(message, Resumed):
+                self._wait_s = FIRST_WAIT_S
             try:
                 self._on(message)
             except Exception:
                 logger.exception("a message of the coordinator cannot be heeded: %r", short(message, 200))
-
-    def _heeds(self, connection: CoordinatorConnection, message: ToRegion) -> bool:
-        """Whether a message counts: one of an older coordinator does not."""
-        if connection.channel.ended and connection is not self._connection:
-            return False
-        generation = getattr(message, "generation", None)
-        if generation is not None and generation < self._generation:
-            self._drop(
-                connection,
-                f"an older one has answered: its generation is {generation}, and {self._generation} counts",
-            )
-            return False
-        self._generation = max(self._generation, generation or 0)
-        if isinstance(message, Refuse):
-            self._is_over = True
-        if isinstance(message, Resumed):
-            self._wait_s = FIRST_WAIT_S
-        if isinstance(message, Resumed) and self._is_away:
-            self._is_away = False
-            logger.info("the coordinator at %s is back", self._address)
-        return True
+                continue
+            if isinstance(message, Resumed) and self._is_away and connection is self._connection:
+                self._is_away = False
+                logger.info("the coordinator at %s is back", self._address)
 
     def _drop(self, connection: CoordinatorConnection, why: str) -> None:
         """End a connection, and say so unless that is known."""
         self.is_connected, self._connection = False, None
         connection.channel.close()
+        self._tell_away()
         while not self._messages.empty():
             self._messages.get()
         if not self._is_away and not self._is_over:
@@ -391,8 +381,7 @@ class Client:
             connection = CoordinatorConnection(
                 self._address, self._run, "region", self._keys, SILENT_S, self._raise_if_closed
             )
-            back = self._back()
-            connection.send(replace(back, generation=max(back.generation, self._generation)))
+            connection.send(self._back())
             self._connection, self.is_connected = connection, True
         except _Closed:
             pass

@@ -1,4 +1,6 @@
-"""What a region does with its calls, and with what its coordinator says: a pure function. No sockets, threads or clocks.
+"""What a region does with its calls, with what its coordinator says, and with its connections: a pure function.
+
+No sockets, threads or clocks: `tcp` executes the effects, and the simulation does, too.
 
 Members make the same calls in the same order; one is in hand at a time. In an elastic run a call completes once all its members
 say that they hold its result ("have"). If a member is lost before that, everybody freezes and reports, the coordinator decides
@@ -7,14 +9,39 @@ counts in all members or in none. In a fixed run every loss ends the run, and no
 
 Changes (regions that come in or leave) are numbered by the coordinator. Each trailer tells how many its region knows. A change
 counts from the step after the landing of the first transfer in which all trailers know it: all members change at the same step.
+
+Processes connect to each other in pairs. A connection that does not come about is tried again as long as it is wanted.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from ..coordinator.messages import Change, Decided, Report
+from ..coordinator.messages import (
+    Announce,
+    Ask,
+    Back,
+    Beat,
+    Change,
+    Decided,
+    FromRegion,
+    Gone,
+    Here,
+    Noted,
+    Paired,
+    Place,
+    Refuse,
+    Report,
+    Resumed,
+    Suspect,
+    Terms,
+    ToRegion,
+    Welcome,
+)
+from ..coordinator.rules import KEPT_DECISIONS
+from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
 from ..net.letters import Member
 
 LATE = "it was late, or they could not reach it"
@@ -60,6 +87,9 @@ class Part:
     """One process's part in a run.
 
     Attributes:
+        run: the id of the run; `generation`: of the newest coordinator that it has heeded.
+        wait_s: how long a loss waits for a coordinator that is away.
+        answers: whether the coordinator is there, and decides.
         roster: who takes part in calls that are made now; lost members may still be among them.
         changes: changes that count now; `announced` has those that it knows and that do not count yet, without gaps.
         due: changes up to this number count from the next step on.
@@ -68,12 +98,21 @@ class Part:
         first, last: numbers of the first and the last call that it takes part in; `last` is None until it leaves.
         submitted, done: numbers of the last call that was made, and of the last that has completed.
         frozen: whether no call may complete before a decision.
-        missed: members that this process misses, with the reason.
+        missed: members that this process misses, with the reason; `late`: those that are only late.
+        decisions: the newest decisions on losses that it has heard.
+        hosts: all processes that it knows; `gone` has those that have left before they came in.
+        paired: by region, the process to which this one is connected.
+        meeting: processes to which it connects now; `unpaired`: why that has failed the last time.
+        notes: by region, its last word about why it leaves.
     """
 
     me: Member
-    elastic: bool
+    terms: Terms
     standing: Standing
+    run: str = ""
+    generation: int = 0
+    wait_s: float = math.inf
+    answers: bool = True
     roster: tuple[Member, ...] = ()
     changes: int = 0
     announced: tuple[Change, ...] = ()
@@ -87,6 +126,14 @@ class Part:
     done: int = 0
     frozen: bool = False
     missed: Mapping[Member, str] = field(default_factory=dict)
+    late: frozenset[Member] = frozenset()
+    decisions: tuple[Decided, ...] = ()
+    hosts: Mapping[Member, str] = field(default_factory=dict)
+    gone: frozenset[Member] = frozenset()
+    paired: Mapping[int, Member] = field(default_factory=dict)
+    meeting: frozenset[Member] = frozenset()
+    unpaired: Mapping[Member, str] = field(default_factory=dict)
+    notes: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -106,8 +153,75 @@ class Part:
             for each in self.announced
         )
 
+    @property
+    def in_hand(self) -> Call | None:
+        """The call of the attempt in hand."""
+        first = self.calls[0] if self.calls else None
+        return first if first is not None and first.begun and not self.frozen else None
+
     def without_lost(self, members: Iterable[Member]) -> tuple[Member, ...]:
         return tuple(sorted(each for each in members if each.ticket not in self.lost))
+
+    def is_there(self, member: Member) -> bool:
+        """Whether a process takes part or is to come in, as far as this one knows."""
+        return member in self.hosts and member not in self.gone and member.ticket not in self.lost
+
+    def wants(self, other: Member) -> bool:
+        """Whether a connection to a process is wanted: either end may have begun again meanwhile."""
+        newest = max((each for each in self.hosts if each.region == other.region), default=None)
+        return other != self.me and other == newest and self.is_there(other)
+
+    def is_paired(self, other: Member) -> bool:
+        return self.paired.get(other.region) == other
+
+
+def enter(welcome: Welcome, terms: Terms, host: str = "", wait_s: float = math.inf) -> Part:
+    """The part of a process that has met the others, or that joins. It is to connect to all in `meeting`."""
+    members = tuple(place.member for place in welcome.members)
+    hosts = {place.member: place.host for place in (*welcome.members, *welcome.others)}
+    return Part(
+        me=welcome.me,
+        terms=terms,
+        standing=Standing.JOINING if welcome.joins else Standing.MEMBER,
+        run=welcome.run,
+        generation=welcome.generation,
+        wait_s=wait_s,
+        roster=() if welcome.joins else members,
+        losses=welcome.losses,
+        hosts={welcome.me: host, **hosts},
+        meeting=frozenset(hosts) - {welcome.me},
+    )
+
+
+def back(part: Part, compared: Mapping[str, Any]) -> Back:
+    """What a process says to a coordinator that it calls again."""
+    return Back(
+        run=part.run,
+        member=part.me,
+        is_member=part.standing is Standing.MEMBER,
+        host=part.hosts[part.me],
+        generation=part.generation,
+        losses=part.losses,
+        changes=part.changes,
+        announced=part.announced,
+        decisions=part.decisions,
+        members=tuple(Place(each, part.hosts.get(each, "")) for each in part.without_lost(part.roster)),
+        terms=part.terms,
+        compared=dict(compared),
+    )
+
+
+def beat(part: Part, said: Beat) -> Beat:
+    """A heartbeat, from what the process itself says of its waits and its training."""
+    call = part.in_hand
+    return replace(
+        said,
+        op=0 if call is None else call.number,
+        awaits=None if call is None else said.awaits,
+        changes=part.changes,
+        losses=part.losses,
+        members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
+    )
 
 
 # ---- events -------------------------------------------------------------------------------------------------------
@@ -147,17 +261,45 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The coordinator asks for a report."""
+class HeardFrom:
+    """The coordinator has said something. `awaits`: for which region the attempt in hand waits."""
 
-    number: int
+    message: ToRegion
+    awaits: int | None = None
 
 
 @dataclass(frozen=True)
-class Known:
-    """The coordinator announces a change."""
+class Away:
+    """The connection to the coordinator has ended."""
 
-    change: Change
+
+@dataclass(frozen=True)
+class Waited:
+    """Time has passed: since the attempt in hand waits for region `awaits`, and since a loss waits and nobody decides it."""
+
+    awaits: int | None
+    waited_s: float
+    undecided_s: float
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A connection that is wanted is there."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class NotConnected:
+    """A connection has not come about in time."""
+
+    member: Member
+    why: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """This process cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +345,12 @@ Event = (
     | Held
     | AllHeld
     | Missed
-    | Asked
-    | Decided
-    | Known
+    | HeardFrom
+    | Away
+    | Waited
+    | Connected
+    | NotConnected
+    | Failed
     | Landed
     | Ticked
     | Followed
@@ -246,18 +391,41 @@ class Again:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Send a report to the coordinator."""
+class Send:
+    """Send a message to the coordinator."""
 
-    report: Report
+    message: FromRegion
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """End the connection to this coordinator, and call again."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to a process. `again`: that has failed a moment ago."""
+
+    member: Member
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Close the connections to a process."""
+
+    member: Member
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A member is lost: close the connections to it."""
+    """A member is lost."""
 
     member: Member
     why: str
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,19 +438,24 @@ class Switched:
 
 @dataclass(frozen=True)
 class Fail:
-    """No call of this process will complete. `member`: whose loss ends a fixed run; None if the others went on without it."""
+    """No call of this process will complete. `member`: whose loss ends a fixed run."""
 
-    member: Member | None
+    error: type[LinkError]
     why: str
+    member: Member | None = None
 
 
-Effect = Begin | Complete | Abandon | Again | Tell | Drop | Switched | Fail
+Effect = Begin | Complete | Abandon | Again | Send | HangUp | Connect | Disconnect | Drop | Switched | Fail
 
 
 def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:
     """The next state, and what is to be done, in order."""
     work = _MemberWork(state)
-    if state.standing is not Standing.OUT:
+    if isinstance(event, HeardFrom) and isinstance(
+        event.message, Noted
+    ):  # also after the end: it may tell the reason
+        work.change(notes={**state.notes, event.message.region: event.message.text})
+    elif state.standing is not Standing.OUT:
         work.take(event)
         work.proceed()
     return work.state, tuple(work.effects)
@@ -305,7 +478,7 @@ class _MemberWork:
             case Held(number=number, losses=losses):
                 if self.is_in_hand(number, losses):
                     self.head(has=True)
-                    if not state.elastic:
+                    if not state.terms.elastic:
                         self.complete()
             case AllHeld(number=number, losses=losses):
                 if self.is_in_hand(number, losses) and state.calls[0].has:
@@ -313,19 +486,19 @@ class _MemberWork:
             case Missed(number=number, losses=losses, member=member, why=why):
                 if self.is_in_hand(number, losses) and member in state.calls[0].parties:
                     self.miss(member, why)
-            case Asked(number=number):
-                if number == state.losses:
-                    self.freeze()
-                    self.report()
-            case Decided():
-                self.decided(event)
-            case Known(change=change):
-                newest = state.announced[-1].number if state.announced else state.changes
-                # the log tells a newcomer of all changes before those that it hears of
-                if change.number == newest + 1 or (
-                    change.number > newest and state.standing is not Standing.MEMBER
-                ):
-                    self.change(announced=(*state.announced, change))
+            case HeardFrom(message=message, awaits=awaits):
+                if self.heeds(message):
+                    self.hear(message, awaits)
+            case Away():
+                self.change(answers=False)
+            case Waited():
+                self.waited(event)
+            case Connected(member=member):
+                self.connected(member)
+            case NotConnected(member=member, why=why):
+                self.not_connected(member, why)
+            case Failed():
+                self.leave()
             case Landed(known=known, changes=changes):
                 if state.standing is Standing.MEMBER and changes == state.changes:
                     self.change(due=max(state.due, min(known, state.knows)))
@@ -352,17 +525,144 @@ class _MemberWork:
                 self.head(begun=True, parties=parties, losses=state.losses)
                 self.effects.append(Begin(call.number, state.losses, parties))
 
+    # -- the coordinator
+
+    def heeds(self, message: ToRegion) -> bool:
+        """Whether a message counts: one of an older coordinator does not."""
+        generation = getattr(message, "generation", None)
+        if generation is None:
+            return True
+        counts = self.state.generation
+        if generation < counts:
+            why = f"an older one has answered: its generation is {generation}, and {counts} counts"
+            self.effects.append(HangUp(why))
+            return False
+        self.change(generation=generation)
+        return True
+
+    def hear(self, message: ToRegion, awaits: int | None) -> None:
+        state = self.state
+        match message:
+            case Ask(number=number) if number == state.losses:
+                self.freeze()
+                self.report()
+            case Decided():
+                self.decided(message)
+            case Announce(change=change):
+                newest = state.announced[-1].number if state.announced else state.changes
+                # the log tells a newcomer of all changes before those that it hears of
+                if change.number == newest + 1 or (
+                    change.number > newest and state.standing is not Standing.MEMBER
+                ):
+                    self.change(announced=(*state.announced, change))
+            case Suspect():
+                self.suspect(message, awaits)
+            case Resumed():
+                self.change(answers=True)
+                for other in state.paired.values():  # it may have forgotten
+                    self.effects.append(Send(Paired(member=other)))
+                if state.frozen:
+                    self.report()
+            case Here(place=place):
+                self.meet(place)
+            case Gone(member=member):
+                self.change(gone=state.gone | {member})
+                self.disconnect(member)
+            case Refuse(error=kind, why=why):
+                if state.terms.elastic:  # in a fixed run nobody comes or goes: it trains on
+                    self.fail(RunOver if kind == "RunOver" else LeftBehind, why)
+
+    def suspect(self, suspect: Suspect, awaits: int | None) -> None:
+        """A member for which this one waits seems to be lost. It is only if this one still waits for it."""
+        state, call, member = self.state, self.state.in_hand, suspect.member
+        if call is None or call.number != suspect.op or awaits != member.region or member not in call.parties:
+            return
+        if suspect.how == "late":
+            self.change(late=state.late | {member})
+        why = suspect.why
+        if not state.terms.elastic:
+            note, since = state.notes.get(awaits), f"while region {state.me.region} waited for {call.what}"
+            why = (
+                f"region {awaits} left {since}: {note}"
+                if note is not None
+                else f"region {awaits} sent nothing {since}: {why}. Look at its machine and its last output, then start all "
+                "regions again with --resume."
+            )
+        self.miss(member, why)
+
+    def waited(self, waited: Waited) -> None:
+        """Give up in the end, without a coordinator that decides who is lost."""
+        state, call = self.state, self.state.in_hand
+        if state.answers:
+            return
+        if state.frozen and waited.undecided_s > state.wait_s:
+            self.fail(
+                LinkError,
+                f"region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
+                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}). Start it again (look at hf-cocodc status: one "
+                "without its memory waits for all members), then all regions with --resume.",
+            )
+        if state.terms.elastic or call is None or waited.waited_s <= state.terms.stuck_timeout_s:
+            return
+        for member in call.parties:
+            if member.region == waited.awaits:
+                why = (
+                    f"region {member.region} sent nothing for {waited.waited_s:.0f} s while region {state.me.region} waited for "
+                    f"{call.what}, and the coordinator does not answer. Look at both machines, then start all regions again "
+                    "with --resume."
+                )
+                self.miss(member, why)
+
+    # -- connections
+
+    def meet(self, place: Place) -> None:
+        """A newcomer is to be connected. The coordinator may say so again."""
+        state, newcomer = self.state, place.member
+        if newcomer == state.me:
+            return
+        self.change(hosts={**state.hosts, newcomer: place.host})
+        if state.is_paired(newcomer):
+            self.effects.append(Send(Paired(member=newcomer)))
+        elif newcomer not in state.meeting and self.state.wants(newcomer):
+            earlier = state.paired.get(newcomer.region)
+            if earlier is not None:  # it has left
+                self.disconnect(earlier)
+            self.change(
+                notes={region: text for region, text in state.notes.items() if region != newcomer.region}
+            )
+            self.connect(newcomer)
+
+    def connect(self, other: Member, again: bool = False) -> None:
+        self.change(meeting=self.state.meeting | {other})
+        self.effects.append(Connect(other, again))
+
+    def connected(self, other: Member) -> None:
+        state = self.state
+        self.change(
+            paired={**state.paired, other.region: other},
+            meeting=state.meeting - {other},
+            unpaired={each: why for each, why in state.unpaired.items() if each != other},
+        )
+        self.effects.append(Send(Paired(member=other)))
+
+    def not_connected(self, other: Member, why: str) -> None:
+        state = self.state
+        self.change(meeting=state.meeting - {other}, unpaired={**state.unpaired, other: why})
+        if self.state.wants(other):
+            self.connect(other, again=True)
+
+    def disconnect(self, member: Member) -> None:
+        state = self.state
+        if state.is_paired(member):
+            self.change(paired={region: each for region, each in state.paired.items() if each != member})
+            self.effects.append(Disconnect(member))
+
     # -- losses
 
     def is_in_hand(self, number: int, losses: int) -> bool:
         """Whether this is the attempt in hand; one that was abandoned is none."""
-        calls = self.state.calls
-        return bool(
-            calls
-            and not self.state.frozen
-            and calls[0].begun
-            and (calls[0].number, calls[0].losses) == (number, losses)
-        )
+        call = self.state.in_hand
+        return call is not None and (call.number, call.losses) == (number, losses)
 
     def complete(self) -> None:
         call, *rest = self.state.calls
@@ -377,8 +677,8 @@ class _MemberWork:
                 self.effects.append(Abandon())
 
     def miss(self, member: Member, why: str) -> None:
-        if not self.state.elastic:
-            self.fail(member, why)
+        if not self.state.terms.elastic:
+            self.fail(RegionLostError, why, member)
             return
         self.freeze()
         self.change(missed={**self.state.missed, member: why})
@@ -389,7 +689,7 @@ class _MemberWork:
         is_member = state.standing is Standing.MEMBER
         missed = sorted(each for each in state.missed if each.ticket not in state.lost)
         self.effects.append(
-            Tell(
+            Send(
                 Report(
                     number=state.losses,
                     member=state.me,
@@ -409,10 +709,10 @@ class _MemberWork:
         if decision.number < state.losses:
             return
         if state.me in decision.lost:
-            self.fail(None, LATE)
+            self.fail(LeftBehind, LATE)
             return
         if decision.number > state.losses and state.standing is Standing.MEMBER:
-            self.fail(None, "it has missed a decision of the others")
+            self.fail(LeftBehind, "it has missed a decision of the others")
             return
         self.freeze()
         lost = [each for each in decision.lost if each.ticket not in state.lost]
@@ -420,10 +720,12 @@ class _MemberWork:
             losses=decision.number + 1,
             lost=state.lost | {each.ticket for each in lost},
             missed={each: why for each, why in state.missed.items() if each not in decision.lost},
+            decisions=(*state.decisions, decided)[-KEPT_DECISIONS:],
         )
         whys = dict(zip(decision.lost, decided.whys, strict=False))
         for each in lost:
-            self.effects.append(Drop(each, whys.get(each, "another region misses it")))
+            self.disconnect(each)
+            self.effects.append(Drop(each, whys.get(each, "another region misses it"), each in state.late))
         calls = []
         for call in self.state.calls:
             if call.number > decision.done:
@@ -433,15 +735,19 @@ class _MemberWork:
             elif call.has:
                 call = replace(call, stands=True)
             elif call.number >= state.first and state.standing is Standing.MEMBER:
-                self.fail(None, "they hold a result that it does not hold")
+                self.fail(LeftBehind, "they hold a result that it does not hold")
                 return
             calls.append(call)
         self.change(calls=tuple(calls), frozen=False)
 
-    def fail(self, member: Member | None, why: str) -> None:
+    def fail(self, error: type[LinkError], why: str, member: Member | None = None) -> None:
+        self.leave()
+        self.effects.append(Fail(error, why, member))
+
+    def leave(self) -> None:
+        """Take no part any more."""
         self.freeze()
         self.change(standing=Standing.OUT, calls=())
-        self.effects.append(Fail(member, why))
 
     # -- regions that come and go
 
@@ -465,8 +771,13 @@ class _MemberWork:
     def marked(self, marker: Marked) -> None:
         state = self.state
         if state.me.ticket in marker.lost:
-            self.fail(None, LATE)
+            self.fail(LeftBehind, LATE)
             return
+        for member in marker.members if marker.is_in else ():
+            if member != state.me and not state.is_paired(member):
+                why = state.unpaired.get(member, "it has not come about yet")
+                self.fail(LeftBehind, f"it has no connection to region {member.region}: {why}")
+                return
         losses = max(state.losses, marker.losses)
         self.change(
             lost=state.lost | frozenset(marker.lost),

@@ -19,20 +19,13 @@ from torch import Tensor
 
 from ..coordinator.client import Client
 from ..coordinator.messages import (
-    Announce,
-    Ask,
     AskStop,
     Back,
     Beat,
     Bye,
-    Decided,
-    Gone,
     Hears,
-    Here,
     Note,
     Noted,
-    Paired,
-    Place,
     Post,
     Posted,
     Promise,
@@ -40,14 +33,12 @@ from ..coordinator.messages import (
     Refuse,
     Resumed,
     StopAt,
-    Suspect,
     Terms,
     ToRegion,
     Ways,
     Welcome,
 )
-from ..coordinator.rules import KEPT_DECISIONS
-from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
+from ..errors import LeftBehind, LinkError, RegionLostError
 from ..net.letters import Introduction, Letters, Member
 from ..net.pairs import Stream
 from ..net.recovery import Liveness
@@ -63,7 +54,7 @@ from .calls import Attempt, BroadcastCall, GatherCall, InHand, Make, MeanCall, P
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
-from .rules import Part, Standing
+from .rules import Standing
 from .stopping import StopAgreement
 
 logger = logging.getLogger(__name__)
@@ -71,6 +62,8 @@ logger = logging.getLogger(__name__)
 _CALLS = 1 << 40
 """Attempts are ordered by their losses first: so many calls fit between two losses."""
 _POLL_S = 0.1
+_AGAIN_S = 1.0
+"""How long a connection waits that has not come about."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -115,16 +108,15 @@ class TcpLink:
         self._buffers: dict[torch.device, Buffers] = {}  # for payloads, by the device that copies them
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
-        self._notes: dict[int, str] = {}
         self._step = 0
         self._warned_at = self._frozen_at = 0.0
         self._closed = False
         self._generation = 0  # a thread of an earlier life must never find its own number again
         self._enter(client, wire, client.welcome)
         self.parties: tuple[int, ...] = (self.region,)
-        client.start(self._hear, self._sign, self._back)
+        client.start(self._hear, self._sign, self._back, self._away)
         try:
-            self._connect_all(client.welcome)
+            self._connect_all()
         except BaseException as error:
             self.leave_note(str(error))
             client.close(Bye(how="failed"))
@@ -137,30 +129,14 @@ class TcpLink:
         self.run = welcome.run
         wire.note_of, wire.liveness_of = self.note_of, self._liveness_of
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
-        members = tuple(place.member for place in welcome.members)
-        standing = Standing.JOINING if welcome.joins else Standing.MEMBER
-        self._part = Part(
-            me=self.me,
-            elastic=self.terms.elastic,
-            standing=standing,
-            roster=() if welcome.joins else members,
-            losses=welcome.losses,
-        )
-        self._decisions: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
+        self._part = rules.enter(welcome, self.terms, wire.address, self.wait_s)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
         self._hand: InHand | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
-        self._late: set[Member] = set()
-        self._hosts = {place.member: place.host for place in (*welcome.members, *welcome.others)}
-        self._hosts.setdefault(self.me, wire.address)
         self._letters = Letters()
-        self._paired: dict[int, Member] = {}
-        self._gone: set[Member] = set()
-        self._met: set[Member] = set()
-        self._unpaired: dict[Member, str] = {}
         self._unheard: dict[Member, float] = {}
         self._told_ways: dict[int, str] = {}
         self._sinks = Sinks()
@@ -306,17 +282,17 @@ class TcpLink:
         self._step = inner_step
 
     def leave_note(self, reason: str) -> None:
-        self._notes[self.region] = reason
+        self._feed(rules.HeardFrom(Noted(region=self.region, text=reason)))
         self._client.send(Note(text=reason))
 
     def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
         with self._changed:
-            self._changed.wait_for(lambda: region in self._notes, wait_s)
-            return self._notes.get(region)
+            self._changed.wait_for(lambda: region in self._part.notes, wait_s)
+            return self._part.notes.get(region)
 
     def _liveness_of(self, region: int) -> Liveness:
         """What the coordinator knows of the process of a region."""
-        member = self._paired.get(region)
+        member = self._part.paired.get(region)
         ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
         return Liveness(ended_at)
 
@@ -380,9 +356,6 @@ class TcpLink:
             raise self._failure or left_behind(self.region)
         assert self._following is not None
         is_in = self.me.ticket in marker.admitted
-        for member, why in self._unpaired.items():
-            if member in marker.members:
-                raise LeftBehind(f"region {self.region} has no connection to region {member.region}: {why}")
         self._feed(
             rules.Marked(
                 marker.submitted,
@@ -393,6 +366,8 @@ class TcpLink:
                 is_in,
             )
         )
+        if self._failure is not None:
+            raise self._failure
         self._following.skip(marker.submitted)
         if is_in:
             self._tell_epoch(f"region {self.region} has come in")
@@ -409,12 +384,12 @@ class TcpLink:
 
     def is_there(self, member: Member) -> bool:
         """Whether a process takes part or is to come in, as far as this one knows."""
-        return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
+        return self._part.is_there(member)
 
     def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
         """Open a stream to a process once it is connected here; see `Pair.stream`. Raises LinkError if it is not in time."""
         until = time.monotonic() + timeout_s
-        while self._paired.get(member.region) != member:
+        while not self._part.is_paired(member):
             look()
             if time.monotonic() > until:
                 raise LinkError(f"region {member.region} has not been connected within {timeout_s:g} s.")
@@ -439,7 +414,7 @@ class TcpLink:
     @property
     def has_coordinator(self) -> bool:
         """Whether the coordinator is there, and decides."""
-        return self._client.answers
+        return self._part.answers
 
     @property
     def failure(self) -> BaseException | None:
@@ -459,9 +434,8 @@ class TcpLink:
         """Be a newcomer, after `part_with`. `client` has joined the run."""
         with self._changed:
             self._enter(client, wire, client.welcome)
-            self._notes = {}
-        client.start(self._hear, self._sign, self._back)
-        self._connect_all(client.welcome)
+        client.start(self._hear, self._sign, self._back, self._away)
+        self._connect_all()
 
     def close(self, reason: str | None = None) -> None:
         if self._closed:
@@ -527,15 +501,21 @@ class TcpLink:
                         self._abandon()
                     case rules.Again(call):
                         self._retry(self._pending[call.number - self._part.done - 1], call)
-                    case rules.Tell(report):
-                        self._client.send(report)
-                    case rules.Drop(member, why):
-                        self._drop(member, why)
+                    case rules.Send(message):
+                        self._client.send(message)
+                    case rules.HangUp(why):
+                        self._client.hang_up(why)
+                    case rules.Connect(member, again):
+                        self._connect_soon(member, _AGAIN_S if again else 0.0)
+                    case rules.Disconnect(member):
+                        self.wire.drop(member.region)
+                    case rules.Drop(member, why, is_late):
+                        self._lose(member, why, is_late)
                     case rules.Switched(joined, left):
                         self._switched(joined, left)
                         admitted = tuple(member.ticket for member in joined)
-                    case rules.Fail(member, why):
-                        self._fail(member, why)
+                    case rules.Fail(error, why, member):
+                        self._fail_all(self._error_of(error, why, member))
             if self._part.losses != before.losses and self.standing is Standing.MEMBER:
                 self._has_moved = True
                 lost = [each for each in before.members if each.ticket in self._part.lost]
@@ -602,7 +582,7 @@ class TcpLink:
         begin = hand.begin
         with self._changed:
             for member in begin.parties:
-                if member != self.me and self._paired.get(member.region) != member:
+                if member != self.me and not self._part.is_paired(member):
                     raise RegionLostError(member.region, f"there is no connection to region {member.region}")
             regions = tuple(member.region for member in begin.parties)
             # connections that were made one by one differ in number, and all members must cut alike
@@ -636,22 +616,18 @@ class TcpLink:
         }
         self.events.append(("retry", {**facts, "why": self._lost_in_words(lost)}))
 
-    def _fail(self, member: Member | None, why: str) -> None:
-        """The rules say that no call of this process will complete."""
-        if member is None:
-            self._fail_all(left_behind(self.region, why))
-        elif not isinstance(self._failure, RegionLostError):
-            self._fail_all(RegionLostError(member.region, why))
+    def _error_of(self, error: type[LinkError], why: str, member: Member | None) -> LinkError:
+        if error is RegionLostError and member is not None:
+            return RegionLostError(member.region, why)
+        return left_behind(self.region, why) if error is LeftBehind else error(why)
 
     def _fail_all(self, error: BaseException, generation: int | None = None) -> None:
         """End all calls, also later ones, with this error. `generation`: of the thread whose error it is."""
         with self._changed:
             if generation not in (None, self._generation):
                 return  # its attempt was void
-            if self._failure is None:
-                self._failure = error
-            self._part = replace(self._part, standing=Standing.OUT, calls=())
-            self._abandon()
+            self._failure = self._failure or error
+            self._feed(rules.Failed())
             failed = [*self._ready, *self._pending]
             self._ready.clear()
             self._pending.clear()
@@ -680,208 +656,120 @@ class TcpLink:
 
     def _hear(self, message: ToRegion) -> None:
         match message:
-            case Ask(number=number):
-                self._feed(rules.Asked(number))
-            case Decided():
-                if message.decision.number == self._part.losses:  # the coordinator may repeat it
-                    self._decisions.append(message)
-                self._whys.update(zip(message.decision.lost, message.whys, strict=False))
-                self._feed(message)
-            case Announce(change=change):
-                self._feed(rules.Known(change))
-            case Suspect():
-                self._suspect(message)
             case Hears(member=member, hears=True):
                 self._unheard.pop(member, None)
             case Hears(member=member, cut=cut):
                 if not cut:
                     self._unheard[member] = time.monotonic()
-            case Resumed():
-                self._tell_ways()
-                for other in list(self._paired.values()):  # it may have forgotten
-                    self._client.send(Paired(member=other))
-                if self._part.frozen:
-                    self._feed(rules.Asked(self._part.losses))
-            case Here(place=place):
-                self._meet(place)
-            case Gone(member=member):
-                self._gone.add(member)
-                self._unpair(member)
             case AskStop(number=number):
                 if self.agreement is not None:
                     self._client.send(Promise(number=number, step=self.agreement.promise()))
             case StopAt(step=step, whys=whys):
                 if self.agreement is not None:
                     self.agreement.answer(step, {int(region): str(why) for region, why in whys.items()})
-            case Noted(region=region, text=text):
-                with self._changed:
-                    self._notes[region] = text
-                    self._changed.notify_all()
             case Posted(sender=sender, topic="wire", content=content):
                 self._letters.put(sender, content)
-            case Refuse(error=kind, why=why):
-                if self.is_elastic:
-                    self._fail_all(RunOver(why) if kind == "RunOver" else LeftBehind(why))
-                else:  # nobody comes or goes here
-                    logger.warning("region %d trains on without the coordinator: %s", self.region, why)
+            case _:
+                with self._changed:
+                    self._feed(rules.HeardFrom(message, self.awaits))
+        if isinstance(message, Resumed):
+            self._tell_ways()
+        if isinstance(message, Refuse) and not self.is_elastic:
+            logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
         self.on(message)
-
-    def _suspect(self, suspect: Suspect) -> None:
-        """A member for which this one waits seems to be lost. It is only if this one still waits for it."""
-        with self._changed:
-            hand, region = self._hand, suspect.member.region
-            if hand is None or hand.begin.number != suspect.op or self.awaits != region:
-                return
-            if suspect.how == "late":
-                self._late.add(suspect.member)
-            why, begin = suspect.why, hand.begin
-            if not self.is_elastic:
-                note, what = self.note_of(region), hand.pending.what
-                since = f"while region {self.region} waited for {what}"
-                why = (
-                    f"region {region} left {since}: {note}"
-                    if note is not None
-                    else f"region {region} sent nothing {since}: {why}. Look at its machine and its last output, then start all "
-                    "regions again with --resume."
-                )
-            self._feed(rules.Missed(begin.number, begin.losses, suspect.member, why))
 
     def _sign(self) -> Beat:
         """A heartbeat."""
         if self.agreement is not None:
             self.agreement.poll()
         now, waits = time.monotonic(), self.wire.waits
-        self._watch(now)
         with self._changed:
-            part, hand = self._part, self._hand
-            blocked = [each.awaited_at for each in self._pending if each.awaited_at is not None]
+            self._watch(now)
+            part = self._part
+            since = [each.awaited_at for each in self._pending]
+        blocked = [at for at in since if at is not None]
         late_since, region = waits.late_since, waits.region
-        return replace(
+        said = replace(
             self.beat,
             step=self._step,
-            op=0 if hand is None else hand.begin.number,
-            awaits=None if hand is None else region,
+            awaits=region,
             waited_s=0.0 if late_since is None else now - late_since,
             idle_s=max(now - waits.moved_at, 0.0),
             blocked_s=now - min(blocked) if blocked else None,
-            changes=part.changes,
-            losses=part.losses,
-            members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
             landed_s=now - self.landed_at if self.beat.landed_at >= 0 else 0.0,
         )
+        return rules.beat(part, said)
 
     def _watch(self, now: float) -> None:
-        """Say from time to time for whom this region waits. A fixed run needs no coordinator to give up in the end."""
+        """Let the rules look at the time, and say now and then for whom this region waits."""
         if not self._part.frozen or self.has_coordinator:
             self._frozen_at = now
-        elif now - self._frozen_at > self.wait_s:
-            self._fail_all(
-                LinkError(
-                    f"region {self.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
-                    f"{now - self._frozen_at:.0f} s (regions.wait_s={self.wait_s:g}). Start it again (look at hf-cocodc status: "
-                    "one without its memory waits for all members), then all regions with --resume."
-                )
-            )
+        waits, region, since = self.wire.waits, self.wire.waits.region, self.wire.waits.late_since
+        waited_s = 0.0 if since is None else now - since
+        self._feed(rules.Waited(region, waited_s, now - self._frozen_at))
+        if since is None or region is None or self._hand is None:
             return
-        waits, hand = self.wire.waits, self._hand
-        since, region = waits.late_since, waits.region
-        if since is None or region is None or hand is None:
-            return
-        waited_s = now - since
         if now - max(since, self._warned_at) > self._timeout_s:
             self._warned_at = now
-            away = (
-                ""
-                if self.has_coordinator
-                else " The coordinator does not answer either: it must decide who is lost."
-            )
+            away = " The coordinator does not answer either: it must decide who is lost."
             logger.warning(
                 "region %d has waited %.0f s for region %d (%s).%s",
                 self.region,
                 waited_s,
                 region,
                 waits.what,
-                away,
+                "" if self.has_coordinator else away,
             )
-        missed = [each for each in hand.begin.parties if each.region == region]
-        if (
-            not self.is_elastic
-            and not self.has_coordinator
-            and waited_s > self.terms.stuck_timeout_s
-            and missed
-        ):
-            why = (
-                f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {waits.what}, and the "
-                "coordinator does not answer. Look at both machines, then start all regions again with --resume."
-            )
-            self._feed(rules.Missed(hand.begin.number, hand.begin.losses, missed[0], why))
 
     def _back(self) -> Back:
-        """What this process says to a coordinator that it calls again."""
-        with self._changed:
-            part = self._part
-            members = part.without_lost(part.roster)
-            return Back(
-                run=self.run,
-                member=self.me,
-                is_member=part.standing is Standing.MEMBER,
-                host=self._hosts.get(self.me, ""),
-                generation=0,
-                losses=part.losses,
-                changes=part.changes,
-                announced=part.announced,
-                decisions=tuple(self._decisions),
-                members=tuple(Place(each, self._hosts.get(each, "")) for each in members),
-                terms=self.terms,
-                compared=dict(self._compared),
-            )
+        return rules.back(self._part, self._compared)
+
+    def _away(self) -> None:
+        self._feed(rules.Away())
 
     # ---- connections --------------------------------------------------------------------------------------------------
 
-    def _connect_all(self, welcome: Welcome) -> None:
+    def _connect_all(self) -> None:
         """Connect to all that are there. At the start of a run this waits for them; a newcomer's connections come later."""
-        others = [place.member for place in (*welcome.members, *welcome.others) if place.member != self.me]
-        if welcome.joins:
+        others = sorted(self._part.meeting)
+        if self.standing is Standing.JOINING:
             for other in others:
                 self._connect_soon(other)
             return
-        by_region = {other.region: other for other in others}
-        self._count = self.wire.connect_all(
-            {region: self._introduction(other) for region, other in by_region.items()}
-        )
-        self._paired = by_region
+        self._count = self.wire.connect_all({other.region: self._introduction(other) for other in others})
+        for other in others:
+            self._feed(rules.Connected(other))
         self._tell_ways()
-        self.view = self.wire.view([self.region, *by_region], FIRST, self._count)
+        self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST, self._count)
 
-    def _meet(self, place: Place) -> None:
-        """A newcomer is to be connected. The coordinator may say so again."""
-        newcomer = place.member
-        self._hosts.pop(newcomer, None)
-        self._hosts[newcomer] = place.host
-        if self._paired.get(newcomer.region) == newcomer:
-            self._client.send(Paired(member=newcomer))
-        elif newcomer != self.me and newcomer not in self._met:
-            self._notes.pop(newcomer.region, None)
-            self._connect_soon(newcomer)
+    def _connect_soon(self, other: Member, after_s: float = 0.0) -> None:
+        NativeThread(self._connect, "hf_cocodc-connect", (self.me, other, after_s)).start()
 
-    def _connect_soon(self, other: Member) -> None:
-        self._met.add(other)
-        NativeThread(self._connect, "hf_cocodc-connect", (other,)).start()
-
-    def _connect(self, other: Member) -> None:
-        if self._paired.get(other.region) not in (None, other):
-            self.wire.drop(other.region)  # an earlier process of that region, which has left
+    def _connect(self, me: Member, other: Member, after_s: float) -> None:
+        time.sleep(after_s)
+        with self._changed:
+            if self._closed or me != self.me:
+                return
+            wire, introduction = self.wire, self._introduction(other)
         try:
-            self.wire.connect(other.region, self._introduction(other), partial(self._claim, other))
+            pair = wire.meet(other.region, introduction)
         except LinkError as error:  # it must not disturb the run
-            self._unpaired[other] = str(error)
-            if self.is_there(other) and not self._closed:
-                logger.warning(
-                    "region %d cannot be connected to region %d: %s", self.region, other.region, error
-                )
-        else:
-            self._client.send(Paired(member=other))
-            self._tell_ways()
+            with self._changed:
+                if self._closed or me != self.me:
+                    return
+                is_news = self._part.unpaired.get(other) != str(error)
+                self._feed(rules.NotConnected(other, str(error)))
+            if is_news and self._part.wants(other):
+                text = "region %d cannot be connected to region %d, and tries again: %s"
+                logger.warning(text, self.region, other.region, error)
+            return
+        with self._changed:  # either end may have begun again meanwhile
+            if self._closed or me != self.me or not self._part.wants(other):
+                pair.close()
+                return
+            wire.add(pair)
+            self._feed(rules.Connected(other))
+        self._tell_ways()
 
     def _tell_ways(self) -> None:
         """Say by which ways this process is connected: to the coordinator, and in the journal."""
@@ -891,14 +779,6 @@ class TcpLink:
             self._told_ways = ways
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
-    def _claim(self, other: Member) -> bool:
-        """Whether a connection is wanted: either end may have begun again meanwhile."""
-        of_region = [each for each in list(self._hosts) if each.region == other.region]  # the newest one last
-        if self._closed or other not in of_region[-1:] or not self.is_there(other):
-            return False
-        self._paired[other.region] = other
-        return True
-
     def _introduction(self, other: Member) -> Introduction:
         low, high = sorted((self.me.ticket, other.ticket))
 
@@ -907,19 +787,13 @@ class TcpLink:
 
         return Introduction(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
 
-    def _unpair(self, member: Member) -> None:
-        if self._paired.get(member.region) == member:
-            self.wire.drop(member.region)
-            del self._paired[member.region]
-
     # ---- who takes part, for journal and log -----------------------------------------------------------------------
 
-    def _drop(self, member: Member, why: str) -> None:
-        self._whys.setdefault(member, why)
-        self._unpair(member)
-        if member in self._late:
+    def _lose(self, member: Member, why: str, is_late: bool) -> None:
+        self._whys[member] = why
+        if is_late:
             facts = {"epoch": self.epoch.number, "region": member.region}
-            self.events.append(("late", {**facts, "why": self._whys[member]}))
+            self.events.append(("late", {**facts, "why": why}))
 
     def _switched(self, joined: Sequence[Member], left: Sequence[Member]) -> None:
         number = self.epoch.number
@@ -944,7 +818,7 @@ class TcpLink:
         facts = []
         for member in lost:
             ours = self._whys.get(member, "another region misses it").partition(". ")[0].rstrip(".")
-            facts.append(f"region {member.region} is lost: {self._notes.get(member.region) or ours}")
+            facts.append(f"region {member.region} is lost: {self._part.notes.get(member.region) or ours}")
         return "; ".join(facts)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:

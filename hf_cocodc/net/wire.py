@@ -107,27 +107,27 @@ class Wire:
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
-    def connect(
-        self, region: int, introduction: Introduction, claim: Callable[[], bool] = lambda: True
-    ) -> None:
+    def meet(self, region: int, introduction: Introduction) -> Pair:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
-        `claim` is called when the connections are there, before they count; it returns whether they are still wanted. Raises
-        LinkError if they are not, or could not be made in time.
+        The pair counts once it is added. Raises LinkError if it could not be made in time.
         """
         pair = self._pair(region)
         try:
             pair.meet(introduction)
             self._widen([pair], alone=True)
-            with self._lock:
-                if not claim():
-                    raise LinkError(
-                        f"region {region} has left, or has come as another process, while they connected."
-                    )
-                self._pairs[region] = pair
         except BaseException:
             pair.close()
             raise
+        return pair
+
+    def add(self, pair: Pair) -> None:
+        """Let a pair count that has met, in the place of an earlier one."""
+        with self._lock:
+            earlier = self._pairs.pop(pair.region, None)
+            self._pairs[pair.region] = pair
+        if earlier is not None:
+            earlier.close()
 
     def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
         """Connect to other regions. The longest round trip decides for all pairs.

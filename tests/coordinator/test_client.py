@@ -11,7 +11,7 @@ import pytest
 from hf_cocodc.coordinator import caller
 from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import Client, status
-from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
+from hf_cocodc.coordinator.messages import Bye, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
 from hf_cocodc.net.addresses import free_port, own_address
@@ -182,19 +182,6 @@ def test_an_outage_is_one_warning_and_one_line_when_it_is_over(caplog: pytest.Lo
     assert caplog.text.count("training goes on; what only it decides waits until it is back") == 2
     part(a, b)
     again.close()
-
-
-def test_a_coordinator_of_a_lower_generation_is_not_heeded(caplog: pytest.LogCaptureFixture) -> None:
-    served = serve_in_thread()
-    a, b = meet(served.address, hello(0, elastic=True), hello(1, elastic=True))
-    a.client._generation = 9  # it has heeded a newer one
-    b.client.send(Leave())
-    wait_until(lambda: "an older one has answered: its generation is 1, and 9 counts" in caplog.text)
-    assert not any(isinstance(each, Announce) for each in a.heard)
-    # it tells the coordinator of 9 when it comes back, and that one knows that it has forgotten something
-    assert a.wait_for(Resumed, 8.0).generation == 10
-    part(a, b)
-    served.close()
 
 
 def test_a_region_whose_run_is_over_hears_so_and_calls_no_more() -> None:

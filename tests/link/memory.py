@@ -66,7 +66,7 @@ def connect(one: Wire, other: Wire, key: str = "pair") -> None:
     post = Post()
 
     def call(here: Wire, there: Wire) -> None:
-        here.connect(there.region, post.introduction(here.region, there.region, key))
+        here.add(here.meet(there.region, post.introduction(here.region, there.region, key)))
 
     at_once(partial(call, one, other), partial(call, other, one))
 

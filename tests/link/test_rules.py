@@ -4,33 +4,62 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_cocodc.coordinator.messages import Change, Decided, Decision, Report
+from hf_cocodc.coordinator.messages import (
+    Announce,
+    Ask,
+    Back,
+    Beat,
+    Change,
+    Decided,
+    Decision,
+    Gone,
+    Here,
+    Noted,
+    Paired,
+    Place,
+    Refuse,
+    Report,
+    Resumed,
+    Suspect,
+    Terms,
+    Welcome,
+)
+from hf_cocodc.errors import LeftBehind, LinkError, RegionLostError, RunOver
 from hf_cocodc.link.rules import (
     LATE,
     Abandon,
     Again,
     AllHeld,
-    Asked,
+    Away,
     Begin,
     Call,
     Complete,
+    Connect,
+    Connected,
+    Disconnect,
     Drop,
     Effect,
     Event,
     Fail,
     Followed,
+    HangUp,
+    HeardFrom,
     Held,
-    Known,
     Landed,
     Made,
     Marked,
     Missed,
     NoMoreCalls,
+    NotConnected,
     Part,
+    Send,
     Standing,
     Switched,
-    Tell,
     Ticked,
+    Waited,
+    back,
+    beat,
+    enter,
     step,
 )
 from hf_cocodc.net.letters import Member
@@ -46,7 +75,10 @@ class Process:
         self, elastic: bool = True, me: Member = A, standing: Standing = Standing.MEMBER, changes: int = 0
     ) -> None:
         roster = ALL if standing is Standing.MEMBER else ()
-        self.part = Part(me=me, elastic=elastic, standing=standing, roster=roster, changes=changes)
+        terms, hosts = Terms(count=3, elastic=elastic), dict.fromkeys((*ALL, me), "host")
+        self.part = Part(
+            me=me, terms=terms, standing=standing, roster=roster, changes=changes, generation=1, hosts=hosts
+        )
 
     def do(self, *events: Event) -> list[Effect]:
         """What follows from these events."""
@@ -75,27 +107,31 @@ def call(number: int, what: str, losses: int = 0, parties: tuple[Member, ...] = 
     )
 
 
-def report(number: int = 0, done: int = 0, has: bool = False, **more: object) -> Tell:
+def report(number: int = 0, done: int = 0, has: bool = False, **more: object) -> Send:
     """What A says."""
     told = {"member": A, "first": 1, "members": ALL, **more}
-    return Tell(Report(number=number, done=done, has=has, **told))  # type: ignore[arg-type]
+    return Send(Report(number=number, done=done, has=has, **told))  # type: ignore[arg-type]
 
 
 def report_of(process: Process) -> Report:
     """What it says when the coordinator asks."""
-    *_, tell = process.do(Asked(process.part.losses))
-    assert isinstance(tell, Tell)
-    return tell.report
+    *_, send = process.do(asked(process.part.losses))
+    assert isinstance(send, Send) and isinstance(send.message, Report)
+    return send.message
 
 
-def decided(number: int, done: int, *lost: Member) -> Decided:
+def asked(number: int) -> HeardFrom:
+    return HeardFrom(Ask(number=number))
+
+
+def decided(number: int, done: int, *lost: Member) -> HeardFrom:
     members = tuple(each for each in ALL if each not in lost)
     decision = Decision(number=number, members=members, lost=lost, done=done)
-    return Decided(generation=1, decision=decision, whys=("it is cut off",) * len(lost))
+    return HeardFrom(Decided(generation=1, decision=decision, whys=("it is cut off",) * len(lost)))
 
 
-def change(number: int, kind: str, member: Member) -> Known:
-    return Known(Change(number=number, kind=kind, member=member))
+def change(number: int, kind: str, member: Member) -> HeardFrom:
+    return HeardFrom(Announce(generation=1, change=Change(number=number, kind=kind, member=member)))
 
 
 # ---- calls
@@ -133,9 +169,12 @@ def test_in_a_fixed_run_nobody_waits_for_the_others_words() -> None:
     process.do(Made("one"))
     assert process.do(Held(1, 0)) == [Complete(call(1, "one", has=True))]
     process.do(Made("two"), Made("three"))
-    assert process.do(Missed(2, 0, B, "it is cut off")) == [Abandon(), Fail(B, "it is cut off")]
+    assert process.do(Missed(2, 0, B, "it is cut off")) == [
+        Abandon(),
+        Fail(RegionLostError, "it is cut off", B),
+    ]
     assert process.part.standing is Standing.OUT and not process.part.calls
-    assert process.do(Made("four"), Held(2, 0), Ticked(), Asked(0)) == []
+    assert process.do(Made("four"), Held(2, 0), Ticked(), asked(0)) == []
 
 
 # ---- losses
@@ -156,17 +195,17 @@ def test_who_is_asked_freezes_and_reports() -> None:
     process = Process()
     process.land()
     process.do(Made("two"), Held(2, 0))
-    assert process.do(Asked(0)) == [Abandon(), report(done=1, has=True)]
-    assert process.do(Asked(0)) == [report(done=1, has=True)]
+    assert process.do(asked(0)) == [Abandon(), report(done=1, has=True)]
+    assert process.do(asked(0)) == [report(done=1, has=True)]
     process.do(decided(0, 2, B))
-    assert process.do(Asked(0)) == []
-    assert process.do(Asked(1)) == [report(number=1, done=2, members=(A, C))]
+    assert process.do(asked(0)) == []
+    assert process.do(asked(1)) == [report(number=1, done=2, members=(A, C))]
 
 
 def test_a_call_that_stands_completes_without_the_lost() -> None:
     """With those who took part in it; the next one begins with those who go on."""
     process = Process()
-    process.do(Made("one"), Made("two"), Held(1, 0), Asked(0))
+    process.do(Made("one"), Made("two"), Held(1, 0), asked(0))
     effects = process.do(decided(0, 1, B))
     stands = call(1, "one", has=True, stands=True)
     assert effects == [Drop(B, "it is cut off"), Complete(stands), Begin(2, 1, (A, C))]
@@ -176,7 +215,7 @@ def test_a_call_that_stands_completes_without_the_lost() -> None:
 def test_a_void_call_is_made_again_from_its_start() -> None:
     """What was held does not count; later calls have not begun, and are not made again."""
     process = Process()
-    process.do(Made("one"), Made("two"), Held(1, 0), Asked(0))
+    process.do(Made("one"), Made("two"), Held(1, 0), asked(0))
     dropped, again, begin = process.do(decided(0, 0, B))
     assert dropped == Drop(B, "it is cut off")
     assert again == Again(call(1, "one", begun=False))
@@ -211,7 +250,7 @@ def test_others_have_gone_on_without_this_process() -> None:
     ):
         process = Process()
         process.do(Made("one"))
-        assert process.do(event)[-1] == Fail(None, why)
+        assert process.do(event)[-1] == Fail(LeftBehind, why)
         assert process.part.standing is Standing.OUT and process.part.frozen
 
 
@@ -284,7 +323,7 @@ def test_who_makes_no_further_call_says_so() -> None:
     process = Process()
     process.land()
     process.do(NoMoreCalls())
-    assert process.do(Asked(0)) == [report(done=1, last=1)]
+    assert process.do(asked(0)) == [report(done=1, last=1)]
 
 
 def test_a_lost_member_does_not_come_back_with_a_change() -> None:
@@ -315,7 +354,7 @@ def test_a_newcomers_calls_wait_and_it_reports_that_it_takes_part_in_none() -> N
 def test_a_marker_says_who_takes_part() -> None:
     """Until it is in, a newcomer is no member; from there on it makes calls with the others' numbers."""
     process = newcomer()
-    process.do(change(1, "join", NEW), change(2, "leave", C))
+    process.do(change(1, "join", NEW), change(2, "leave", C), *map(Connected, ALL))
     mark = Marked(submitted=4, changes=0, losses=0, lost=(), members=ALL, is_in=False)
     assert process.do(mark) == []
     assert process.part.roster == ALL and process.part.standing is Standing.FOLLOWING
@@ -342,10 +381,155 @@ def test_a_newcomer_learns_losses_from_decisions_or_from_the_log() -> None:
 
 def test_a_newcomer_that_was_asked_goes_on_once_the_log_has_the_decision() -> None:
     process = newcomer()
-    process.do(Asked(0))
+    process.do(asked(0))
     assert process.part.frozen
     mark = Marked(submitted=4, changes=0, losses=0, lost=(), members=ALL, is_in=False)
     process.do(mark)
     assert process.part.frozen
     process.do(replace(mark, losses=1, lost=(B.ticket,), members=(A, C)))
     assert not process.part.frozen
+
+
+def test_a_newcomer_that_is_let_in_without_a_connection_is_left_behind() -> None:
+    """Its first transfer would fail, and cost the others a decision."""
+    process = newcomer()
+    process.do(Connected(A), Connected(B), NotConnected(C, "its router refuses"))
+    mark = Marked(submitted=4, changes=1, losses=0, lost=(), members=(*ALL, NEW), is_in=False)
+    assert process.do(mark) == []
+    [fails] = process.do(replace(mark, is_in=True))
+    assert fails == Fail(LeftBehind, "it has no connection to region 2: its router refuses")
+
+
+# ---- connections
+
+
+def here(member: Member) -> HeardFrom:
+    return HeardFrom(Here(place=Place(member, "host")))
+
+
+def test_who_enters_connects_to_all() -> None:
+    places = tuple(Place(each, "host") for each in ALL)
+    welcome = Welcome(run="r", generation=4, me=NEW, joins=True, members=places, compared=(), losses=2)
+    part = enter(welcome, Terms(count=3, elastic=True))
+    assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)
+    assert part.meeting == {*ALL} and part.generation == 4 and part.members == (NEW,)
+    assert enter(replace(welcome, me=A, joins=False), part.terms).roster == ALL
+
+
+def test_a_newcomer_is_connected_once_and_told_again_of_it() -> None:
+    """The coordinator repeats itself; a connection under way is not begun a second time."""
+    process = Process()
+    assert process.do(here(NEW), here(NEW)) == [Connect(NEW)]
+    assert process.do(Connected(NEW)) == [Send(Paired(member=NEW))]
+    assert process.do(here(NEW)) == [Send(Paired(member=NEW))]
+    assert process.do(here(A)) == [], "this is the process itself"
+
+
+def test_a_connection_that_fails_is_tried_again_while_it_is_wanted() -> None:
+    process = Process()
+    process.do(here(NEW))
+    assert process.do(NotConnected(NEW, "a cut")) == [Connect(NEW, again=True)]
+    assert process.do(Connected(NEW)) == [Send(Paired(member=NEW))] and not process.part.unpaired
+    process.do(HeardFrom(Gone(member=NEW)))
+    assert process.do(NotConnected(NEW, "it has gone")) == []
+    assert process.do(here(NEW)) == [], "who has gone does not come back under the same ticket"
+
+
+def test_the_newest_process_of_a_region_takes_the_place_of_the_one_before() -> None:
+    process, again = Process(), Member(B.region, 9)
+    process.do(Connected(B))
+    assert process.do(here(again)) == [Disconnect(B), Connect(again)]
+    assert process.part.wants(again) and not process.part.wants(B)
+    process.do(Connected(again))
+    assert process.do(HeardFrom(Gone(member=B))) == [], "its connections have been closed"
+    assert process.part.is_paired(again)
+
+
+def test_connections_of_the_start_and_of_a_newcomer_that_came_meanwhile_both_count() -> None:
+    """A newcomer was announced, and then lost at its first transfer."""
+    process = Process()
+    process.do(here(NEW), Connected(NEW), Connected(B), Connected(C))
+    assert process.part.paired == {1: B, 2: C, 3: NEW}
+
+
+def test_who_is_lost_is_disconnected() -> None:
+    process = Process()
+    process.do(Connected(B))
+    assert process.do(decided(0, 0, B)) == [Disconnect(B), Drop(B, "it is cut off")]
+    assert not process.part.wants(B)
+
+
+# ---- the coordinator
+
+
+def test_an_older_coordinator_is_not_heeded() -> None:
+    process = Process()
+    process.do(HeardFrom(Resumed(generation=3)))
+    [hangs_up] = process.do(decided(0, 0, B))
+    assert isinstance(hangs_up, HangUp) and process.part.losses == 0
+
+
+def test_a_coordinator_that_is_back_hears_all_that_it_may_have_forgotten() -> None:
+    process = Process()
+    process.do(Connected(B), Made("one"), Missed(1, 0, C, "silent"), Away())
+    assert not process.part.answers
+    paired, told = process.do(HeardFrom(Resumed(generation=1)))
+    assert paired == Send(Paired(member=B)) and told == report(lost=(C,), whys=("silent",))
+    assert process.part.answers
+
+
+def test_a_suspect_is_missed_only_while_it_is_awaited() -> None:
+    process = Process()
+    process.do(Made("one"))
+    suspect = Suspect(member=B, op=1, how="late", why="it is late")
+    for message, awaits in ((suspect, None), (suspect, 2), (replace(suspect, op=2), 1)):
+        assert process.do(HeardFrom(message, awaits)) == []
+    assert process.do(HeardFrom(suspect, 1)) == [Abandon(), report(lost=(B,), whys=("it is late",))]
+    assert process.do(decided(0, 0, B))[0] == Drop(B, "it is cut off", is_late=True)
+
+
+def test_a_fixed_run_ends_with_the_lost_regions_own_words() -> None:
+    process = Process(elastic=False)
+    process.do(Made("one"), HeardFrom(Noted(region=1, text="its disk is full")))
+    *_, fails = process.do(HeardFrom(Suspect(member=B, op=1, how="silent", why="silent"), 1))
+    why = "region 1 left while region 0 waited for one: its disk is full"
+    assert fails == Fail(RegionLostError, why, B)
+
+
+def test_a_refusal_ends_an_elastic_part_and_no_fixed_one() -> None:
+    over, late = Refuse(error="RunOver", why="it has ended"), Refuse(error="LeftBehind", why="lost")
+    assert Process().do(HeardFrom(over)) == [Fail(RunOver, "it has ended")]
+    assert Process().do(HeardFrom(late)) == [Fail(LeftBehind, "lost")]
+    assert Process(elastic=False).do(HeardFrom(late)) == []
+
+
+def test_a_loss_that_nobody_decides_ends_in_the_end() -> None:
+    """Only without a coordinator: one that answers has its own times."""
+    process = Process()
+    process.part = replace(process.part, wait_s=60.0)
+    process.do(Made("one"), Missed(1, 0, B, "silent"))
+    assert process.do(Waited(None, 0.0, 61.0)) == []
+    process.do(Away())
+    assert process.do(Waited(None, 0.0, 59.0)) == []
+    [fails] = process.do(Waited(None, 0.0, 61.0))
+    assert isinstance(fails, Fail) and fails.error is LinkError and "regions.wait_s=60" in fails.why
+
+
+def test_a_fixed_run_without_a_coordinator_gives_up_a_region_that_is_stuck() -> None:
+    process = Process(elastic=False)
+    process.do(Made("one"), Away())
+    limit = process.part.terms.stuck_timeout_s
+    assert process.do(Waited(1, limit, 0.0)) == []
+    *_, fails = process.do(Waited(1, limit + 1, 0.0))
+    assert isinstance(fails, Fail) and fails.member == B
+
+
+def test_what_a_process_says_of_itself() -> None:
+    process = Process()
+    process.do(Made("one"))
+    said = beat(process.part, Beat(step=5, awaits=1, waited_s=2.0))
+    assert (said.op, said.awaits, said.members, said.step) == (1, 1, ALL, 5)
+    process.do(Held(1, 0), AllHeld(1, 0))
+    assert beat(process.part, Beat(awaits=1)).awaits is None, "no attempt is in hand"
+    told = back(process.part, {})
+    assert isinstance(told, Back) and told.member == A and told.is_member and told.host == "host"

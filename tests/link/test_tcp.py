@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.__config__ import parallel_info
 
-from hf_cocodc.coordinator.messages import Refuse
+from hf_cocodc.coordinator.messages import Ask, Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import rules
@@ -143,7 +144,7 @@ def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back
     """After `regions.wait_s` the region ends with an error that says so. One without its memory waits for a member in vain."""
     regions = Regions(2)
     link = regions.links[0]
-    link.wait_s = 0.0
+    link._part = replace(link._part, wait_s=0.0)
     regions.links[1]._client.close()
     regions.end_coordinator()
     until = time.monotonic() + 20
@@ -153,7 +154,7 @@ def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back
     while comes_back and not link._client.is_connected and time.monotonic() < until:
         time.sleep(0.05)
     assert link._client.is_connected is comes_back
-    link._feed(rules.Asked(0))
+    link._feed(rules.HeardFrom(Ask(number=0)))
     while link.failure is None and time.monotonic() < until:
         link._sign()
         time.sleep(0.05)

@@ -74,10 +74,9 @@ def test_a_connection_that_is_no_longer_wanted_does_not_count() -> None:
     before = [wires[region].view(IDS[:2], 1) for region in IDS[:2]]
     post, late = Post(), Wire(5, connections=1, timeout_s=20.0)
     with ThreadPoolExecutor(2) as pool:
-        refusing = pool.submit(wires[2].connect, 5, post.introduction(2, 5), lambda: False)
-        late.connect(2, post.introduction(5, 2))
-        with pytest.raises(LinkError, match="region 5 has left, or has come as another process"):
-            refusing.result()
+        refusing = pool.submit(wires[2].meet, 5, post.introduction(2, 5))
+        late.add(late.meet(2, post.introduction(5, 2)))
+        refusing.result().close()
     assert met(before) == [[2.0, 5.0]] * 2
     with pytest.raises(RegionLostError):
         late.view([2, 5], 1).swap(torch.zeros(1), "a swap")
@@ -277,7 +276,7 @@ def test_a_number_of_connections_that_no_region_asks_for(
     monkeypatch.setattr(View, "swap", lying)
     with ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(wires[one].connect, other, post.introduction(one, other))
+            pool.submit(wires[one].meet, other, post.introduction(one, other))
             for one, other in (IDS[:2], IDS[1::-1])
         ]
         errors = [each.exception() for each in calls]
@@ -308,7 +307,7 @@ def test_a_region_that_does_not_come_is_named() -> None:
     with pytest.raises(
         LinkError, match="region 7 do not reach each other: it has not said within 0.5 s where it listens"
     ):
-        alone.connect(7, post.introduction(2, 7))
+        alone.meet(7, post.introduction(2, 7))
     assert alone.regions == []
     alone.close()
 

@@ -85,7 +85,8 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     def connect(other: int) -> None:
         there = tickets[other]
         first, second = sorted((ticket, there))
-        wire.connect(other, AtStore(letters, f"{first}-{second}", ticket, there))  # type: ignore[arg-type]
+        introduction = AtStore(letters, f"{first}-{second}", ticket, there)
+        wire.add(wire.meet(other, introduction))  # type: ignore[arg-type]
 
     def together(name: str) -> None:
         """Until all four processes that are alive now have come here."""

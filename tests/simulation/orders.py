@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import Back, Bye, Leave, Place, Terms
+from hf_cocodc.coordinator.messages import Bye, Decided, Leave, Place, Terms, Welcome
 from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.rules import Part, Standing
@@ -34,20 +34,17 @@ class Node:
         pairs: other processes to which it is connected.
         heard: what has come for calls: ("data" or "have", from whom, number, losses, knows).
         knew: changes that it knew when it made each call.
-        decisions: those that it has heard.
     """
 
     part: Part
     how: str = ""
     connection: int = 0
-    generation: int = 1
     up: tuple[Any, ...] = ()
     down: tuple[Any, ...] = ()
     inboxes: tuple[tuple[Any, ...], ...] = ()
     pairs: frozenset[int] = frozenset()
     heard: frozenset[tuple[Any, ...]] = frozenset()
     knew: tuple[int, ...] = ()
-    decisions: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
     )
     nodes = tuple(
         Node(
-            Part(me=me, elastic=True, standing=Standing.MEMBER, roster=members),
+            _connected(me, members, terms),
             connection=me.ticket,
             inboxes=((),) * count,
             pairs=frozenset(range(count)) - {me.region},
@@ -87,6 +84,16 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
         for me in members
     )
     return State(run, kept(run), nodes, faults)
+
+
+def _connected(me: Member, members: tuple[Member, ...], terms: Terms) -> Part:
+    """The part of a process that has met the others, and is connected to them."""
+    places = tuple(Place(each, "") for each in members)
+    welcome = Welcome(run="1", generation=1, me=me, joins=False, members=places, compared=())
+    part = link.enter(welcome, terms)
+    for other in sorted(part.meeting):
+        part, _ = link.step(part, link.Connected(other))
+    return part
 
 
 def actions(state: State, calls: int) -> Iterator[Action]:
@@ -139,7 +146,6 @@ class _Work:
 
     def __init__(self, state: State) -> None:
         self.run, self.file = state.run, state.file
-        self.terms = Terms(count=len(state.nodes), elastic=True, most=len(state.nodes))
         self.nodes, self.faults, self.seen = list(state.nodes), list(state.faults), dict(state.seen)
 
     # -- what can happen
@@ -155,27 +161,11 @@ class _Work:
         self._set(i, down=tuple(rest))
         if message is None:
             self._set(i, connection=0)
+            self._feed(i, link.Away())
             return
-        generation = getattr(message, "generation", None)
-        if generation is not None:
-            if generation < self.nodes[i].generation:
-                raise Violation("a coordinator has lost its generation")
-            self._set(i, generation=generation)
-        match type(message).__name__:
-            case "Ask":
-                self._feed(i, link.Asked(message.number))
-            case "Decided":
-                if message.decision.number >= self.nodes[i].part.losses:
-                    self._same(("decision", message.decision.number), message.decision)
-                self._set(i, decisions=(*self.nodes[i].decisions, message))
-                self._feed(i, message)
-            case "Announce":
-                self._feed(i, link.Known(message.change))
-            case "Resumed":
-                if self.nodes[i].part.frozen:
-                    self._feed(i, link.Asked(self.nodes[i].part.losses))
-            case "Refuse":
-                self._end(i, "refused")
+        if isinstance(message, Decided) and message.decision.number >= self.nodes[i].part.losses:
+            self._same(("decision", message.decision.number), message.decision)
+        self._feed(i, link.HeardFrom(message))
 
     def peer(self, i: int, j: int) -> None:
         inboxes = list(self.nodes[i].inboxes)
@@ -205,24 +195,10 @@ class _Work:
 
     def call(self, i: int) -> None:
         node, part = self.nodes[i], self.nodes[i].part
-        back = Back(
-            run="1",
-            member=part.me,
-            is_member=True,
-            host="",
-            generation=node.generation,
-            losses=part.losses,
-            changes=part.changes,
-            announced=part.announced,
-            decisions=node.decisions,
-            members=tuple(Place(each, "") for each in part.members),
-            terms=self.terms,
-            compared={},
-        )
         taken = [seat for seat in self.run.seats if seat % 10 == part.me.ticket]
         taken += [number for number, _ in node.up if number % 10 == part.me.ticket]
         number = max(taken, default=part.me.ticket) + 10
-        self._set(i, connection=number, up=(*node.up, (number, back)))
+        self._set(i, connection=number, up=(*node.up, (number, link.back(part, {}))))
 
     def late(self) -> None:
         """All time-outs of the coordinator pass."""
@@ -307,12 +283,14 @@ class _Work:
                             self._post(i, member.region, ("data", *what))
                 case link.Complete(call):
                     self._complete(i, call)
-                case link.Tell(report):
-                    self._send(i, report)
-                case link.Drop(member):
+                case link.Send(message):
+                    self._send(i, message)
+                case link.HangUp():
+                    raise Violation("a coordinator has lost its generation")
+                case link.Disconnect(member):
                     self._post(i, member.region, None)
                     self._set(i, pairs=self.nodes[i].pairs - {member.region})
-                case link.Fail(_, why):
+                case link.Fail(why=why):
                     self._end(i, f"behind: {why}")
         if not self.nodes[i].how:
             self._go_on(i)

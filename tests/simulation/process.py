@@ -201,7 +201,7 @@ class Process(Shell):
 
     def _tick(self) -> None:
         """Changes count from the next inner step on; the log has all up to the one before."""
-        if self.part.standing is Standing.MEMBER and self.part.elastic:
+        if self.part.standing is Standing.MEMBER and self.part.terms.elastic:
             admitted = self.feed(rules.Ticked())
             if self.has_moved or admitted:
                 self.has_moved = False
@@ -225,7 +225,7 @@ class Process(Shell):
         self.flights.remove(flight)
         self.values[fragment] = hash((self.values[fragment], result.digest))
         self.world.checks.landed(self, flight, self.values[fragment], result)
-        if self.part.standing is Standing.MEMBER and self.part.elastic:
+        if self.part.standing is Standing.MEMBER and self.part.terms.elastic:
             self.feed(rules.Landed(result.knows, result.changes))
             self.has_moved = True
         self._has_left = flight.leaves and self.part.is_leaving
@@ -381,19 +381,19 @@ class Process(Shell):
             step, marker, admitted = self._markers.pop(0)
             while self.step < step:
                 yield from self._inner_step()
-            if any(member in self.unpaired for member in marker.members):
-                raise LeftBehind("it has no connection to a member")
             if self.failure is not None:
                 raise self.failure
             self.world.checks.followed(self, self._asked, marker)
             is_in = self.me.ticket in admitted
             self.feed(replace(marker, is_in=is_in))
+            if self.failure is not None:
+                raise self.failure
             if is_in:
                 self._admitted_at, self.takes_part = self.step, True
                 self.world.tell(self, f"is a member from step {self.step + 1} on")
                 return
             self.send(Ready())
-            if not self.answers or any(each.member == self.me for each in self.part.announced):
+            if not self.part.answers or any(each.member == self.me for each in self.part.announced):
                 ready_at = _FOREVER
             ready_at = min(ready_at, self.network.now)
             if self.network.now - ready_at > LET_IN_S:

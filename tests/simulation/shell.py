@@ -4,27 +4,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_cocodc import errors
 from hf_cocodc.coordinator.messages import (
-    Announce,
-    Ask,
     AskStop,
-    Back,
     Beat,
     Bye,
     Decided,
-    Gone,
-    Here,
     Leave,
     Over,
-    Paired,
-    Place,
     Posted,
     Promise,
     Refuse,
     Resumed,
     Stop,
     StopAt,
-    Suspect,
     Terms,
     Waiting,
     Welcome,
@@ -41,7 +34,7 @@ if TYPE_CHECKING:
 BEAT_S, KEEP_S, SILENT_S = 1.5, 3.0, 6.0
 """Seconds between two heartbeats that differ; between two that do not; until a client drops a silent coordinator."""
 PROMISE_S = 20.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 2.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _AGAIN_S = 0.2, 2.0, 1.0
 
 
 class LeftBehind(Exception):
@@ -103,13 +96,9 @@ class Shell(Actor):
         self.welcome: Welcome | None = None
         self.refused: Refuse | None = None
         self.is_member_of = ""
-        self.generation, self.has_started = 0, False
+        self.has_started = False
         self.failure: Exception | None = None
-        self.hosts: dict[Member, str] = {}
-        self.gone: set[Member] = set()
         self.pairs: dict[Member, Connection] = {}
-        self.paired: dict[int, Member] = {}
-        self.unpaired: set[Member] = set()
         self.hand: Hand | None = None
         self._early: dict[tuple[int, int], list[tuple[Member, str, int]]] = {}
         self._before_start: list[Any] = []
@@ -121,9 +110,7 @@ class Shell(Actor):
         self.has_moved = self.leaves = self.over = False
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
-        self._decisions: list[Decided] = []
-        self._wait_s = _FIRST_WAIT_S
-        self.answers = False  # whether a coordinator is there, and decides
+        self._wait_s, self._frozen_at = _FIRST_WAIT_S, self.network.now
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
 
@@ -135,19 +122,10 @@ class Shell(Actor):
 
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
-        members = tuple(place.member for place in welcome.members)
-        self.me, self.has_started, self.answers = welcome.me, True, True
-        self.part = Part(
-            me=welcome.me,
-            elastic=self.terms.elastic,
-            standing=Standing.JOINING if welcome.joins else Standing.MEMBER,
-            roster=() if welcome.joins else members,
-            losses=welcome.losses,
-        )
-        for place in (*welcome.members, *welcome.others):
-            self.hosts[place.member] = place.host
-            if place.member != self.me:
-                self.world.connect_soon(self, place.member)
+        self.me, self.has_started = welcome.me, True
+        self.part = rules.enter(welcome, self.terms, str(self.region))
+        for other in sorted(self.part.meeting):
+            self.world.connect_soon(self, other)
         self._heard_at = self.network.now
         self._beat(self._beats)
         before, self._before_start = self._before_start, []
@@ -173,15 +151,19 @@ class Shell(Actor):
                     self.hand = None
                 case rules.Again(call):
                     self._found.pop(call.number, None)
-                case rules.Tell(report):
-                    self.send(report)
-                case rules.Drop(member):
-                    self.drop(member)
+                case rules.Send(message):
+                    self.send(message)
+                case rules.HangUp():
+                    self._disconnect()
+                case rules.Connect(member, again):
+                    self.later(_AGAIN_S if again else 0.0, partial(self._connect, self.me, member))
+                case rules.Disconnect(member):
+                    self._disconnect_pair(member)
                 case rules.Switched(joined, left):
                     self.world.checks.switched(self, joined, left)
                     admitted = tuple(member.ticket for member in joined)
-                case rules.Fail(member, why):
-                    self.fail(LeftBehind(why) if member is None else Lost(f"region {member.region}: {why}"))
+                case rules.Fail(error, why):
+                    self.fail(LeftBehind(why) if error is errors.LeftBehind else Lost(why))
         if self.part.losses != before.losses and self.part.standing is Standing.MEMBER:
             self.has_moved = True
         self.poke()
@@ -190,9 +172,7 @@ class Shell(Actor):
     def fail(self, error: Exception) -> None:
         """End all calls, also later ones."""
         self.failure = self.failure or error
-        self.part = replace(self.part, standing=Standing.OUT, calls=())
-        self.hand = None
-        self.poke()
+        self.feed(rules.Failed())
 
     def _complete(self, call: Call) -> None:
         self.hand = None
@@ -210,7 +190,7 @@ class Shell(Actor):
         hand.trailers[self.me] = self._knows[begin.number]
         hand.haves.add(self.me)
         for other in begin.parties:
-            if other != self.me and self.paired.get(other.region) == other and other in self.pairs:
+            if self.part.is_paired(other) and other in self.pairs:
                 news = ("data", begin.number, begin.losses, self._knows[begin.number])
                 self.pairs[other].send(self, news)
         for sender, kind, knows in self._early.pop((begin.number, begin.losses), ()):
@@ -263,13 +243,11 @@ class Shell(Actor):
                     self.pairs[other].send(self, ("have", begin.number, begin.losses, 0))
             self._go_on(hand)
 
-    def drop(self, member: Member) -> None:
+    def _disconnect_pair(self, member: Member) -> None:
         """Close the connection to another process."""
         pair = self.pairs.pop(member, None)
         if pair is not None:
             pair.close(self)
-        if self.paired.get(member.region) == member:
-            del self.paired[member.region]
         if self.hand is not None:
             self._go_on(self.hand)
 
@@ -312,19 +290,24 @@ class Shell(Actor):
 
     # ---- connections to other processes: `TcpLink._connect` ------------------------------------------------------------
 
-    def claims(self, other: Member) -> bool:
-        """Whether a connection is wanted."""
-        of_region = [each for each in self.hosts if each.region == other.region]  # the newest one last
-        is_newest = other in of_region[-1:]
-        return self.how is None and self.has_started and is_newest and self.is_there(other)
+    def _connect(self, me: Member, other: Member) -> None:
+        if self.how is None and self.has_started and self.me == me:
+            self.world.connect_soon(self, other)
 
-    def takes(self, other: Member, pair: Connection) -> None:
-        self.pairs[other], self.paired[other.region] = pair, other
-        self.send(Paired(member=other))
-        self.poke()
+    def connected(self, other: Member, pair: Connection) -> None:
+        """A connection has come about; it counts if it is wanted."""
+        if self.how is None and self.has_started and self.part.wants(other):
+            self.pairs[other] = pair
+            self.feed(rules.Connected(other))
+        else:
+            pair.close(self)
+
+    def not_connected(self, me: Member, other: Member) -> None:
+        if self.how is None and self.has_started and self.me == me:
+            self.feed(rules.NotConnected(other, "they have not met"))
 
     def is_there(self, member: Member) -> bool:
-        return member in self.hosts and member not in self.gone and member.ticket not in self.part.lost
+        return self.part.is_there(member)
 
     # ---- the coordinator: `Client` and `TcpLink._hear` -----------------------------------------------------------------
 
@@ -337,7 +320,9 @@ class Shell(Actor):
         if self.connection is None:
             return
         self.connection.close(self)
-        self.connection, self.answers = None, False
+        self.connection = None
+        if self.has_started:
+            self.feed(rules.Away())
         if self.has_started and self.refused is None:
             beats = self._beats
             self.later(self._wait_s, lambda: self._call_again(beats))
@@ -353,27 +338,7 @@ class Shell(Actor):
             return
         self.connection = Connection("coordinator", self, coordinator, self.name)
         self._heard_at = self.network.now
-        part = self.part
-        is_member = part.standing is Standing.MEMBER
-        assert self.welcome is not None
-        self.send(
-            Back(
-                run=self.welcome.run,
-                member=self.me,
-                is_member=is_member,
-                host=str(self.region),
-                generation=self.generation,
-                losses=part.losses,
-                changes=part.changes,
-                announced=part.announced,
-                decisions=tuple(self._decisions),
-                members=tuple(
-                    Place(each, self.hosts.get(each, "")) for each in part.without_lost(part.roster)
-                ),
-                terms=self.terms,
-                compared={},
-            )
-        )
+        self.send(rules.back(self.part, {}))
 
     def _beat(self, beats: int) -> None:
         """Send a heartbeat now and then, and drop a coordinator that is silent."""
@@ -382,6 +347,10 @@ class Shell(Actor):
         self.later(BEAT_S, lambda: self._beat(beats))
         connection, now = self.connection, self.network.now
         self.ask_to_stop()
+        if not self.part.frozen or self.part.answers:
+            self._frozen_at = now
+        waited_s = 0.0 if self.awaits is None or self.hand is None else now - self.hand.awaits_since
+        self.feed(rules.Waited(self.awaits, waited_s, now - self._frozen_at))
         if connection is None:
             return
         coordinator = connection.other[self]
@@ -390,19 +359,16 @@ class Shell(Actor):
         elif now - self._heard_at > SILENT_S:
             self._disconnect()
             return
-        hand, part = self.hand, self.part
+        hand = self.hand
         waits = hand is not None and hand.has_begun and hand.awaits is not None and bool(self._missing(hand))
-        beat = Beat(
+        said = Beat(
             step=self.step,
-            op=0 if hand is None else hand.begin.number,
-            awaits=hand.awaits.region if waits and hand is not None and hand.awaits is not None else None,
+            awaits=self.awaits,
             waited_s=now - hand.awaits_since if waits and hand is not None else 0.0,
             idle_s=now - hand.moved_at if hand is not None else 0.0,
             blocked_s=self.blocked_s,
-            changes=part.changes,
-            losses=part.losses,
-            members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
         )
+        beat = rules.beat(self.part, said)
         same = replace(beat, step=0, op=0) == replace(self._last_beat, step=0, op=0)
         if waits or not same or now - self._beat_at >= KEEP_S:
             self._last_beat, self._beat_at = beat, now
@@ -417,7 +383,7 @@ class Shell(Actor):
         if not self.has_started:
             match message:
                 case Welcome() if self.welcome is None:
-                    self.welcome, self.generation = message, message.generation
+                    self.welcome = message
                 case Refuse():
                     self.refused = message
                 case Waiting():
@@ -425,43 +391,16 @@ class Shell(Actor):
                 case _:
                     self._before_start.append(message)
             return
-        generation = getattr(message, "generation", None)
-        if generation is not None:
-            if generation < self.generation:
-                self._disconnect()
-                return
-            self.generation = generation
+        if isinstance(message, Decided):
+            self.world.checks.decided(self, message)
+        if isinstance(message, Refuse):
+            self.refused = message
+        self.feed(rules.HeardFrom(message, self.awaits))
         match message:
-            case Ask(number=number):
-                self.feed(rules.Asked(number))
-            case Decided():
-                self.world.checks.decided(self, message)
-                self._decisions.append(message)
-                self.feed(message)
-            case Announce(change=change):
-                self.feed(rules.Known(change))
-            case Suspect():
-                self._suspect(message)
             case Resumed():
-                self._wait_s, self.answers = _FIRST_WAIT_S, True
-                if self.part.frozen:
-                    self.feed(rules.Asked(self.part.losses))
-                for member in self.paired.values():
-                    self.send(Paired(member=member))
+                self._wait_s = _FIRST_WAIT_S
                 if self.leaves:
                     self.send(Leave())
-            case Here(place=place) if self.paired.get(place.member.region) == place.member:
-                self.send(Paired(member=place.member))
-            case Here(place=place) if place.member != self.me:
-                self.hosts.pop(place.member, None)
-                self.hosts[place.member] = place.host
-                earlier = self.paired.get(place.member.region)
-                if earlier not in (None, place.member):
-                    self.drop(earlier)
-                self.world.connect_soon(self, place.member)
-            case Gone(member=member):
-                self.gone.add(member)
-                self.drop(member)
             case AskStop(number=number):
                 self._promised, self._promised_until = self.passed + 1, self.network.now + PROMISE_S
                 self.send(Promise(number=number, step=self._promised))
@@ -471,9 +410,6 @@ class Shell(Actor):
                 self.wants.append(sender)
             case Posted(topic="no base"):
                 self.refuse_base()
-            case Refuse(error=error, why=why):
-                self.refused = message
-                self.fail(Lost(why) if error == "RunOver" else LeftBehind(why))
             case Over():
                 self.over = True
 
@@ -485,14 +421,14 @@ class Shell(Actor):
             self._has_requested = True
             self.send(Stop(why="as asked"))
 
-    def _suspect(self, suspect: Suspect) -> None:
-        """A member for which this one waits seems to be lost. It is only if this one still waits for it."""
+    @property
+    def awaits(self) -> int | None:
+        """The region for which the attempt in hand waits."""
         hand = self.hand
-        if hand is None or hand.begin.number != suspect.op or hand.awaits is None:
-            return
-        if hand.awaits.region == suspect.member.region and suspect.member in self._missing(hand):
-            begin = hand.begin
-            self.feed(rules.Missed(begin.number, begin.losses, suspect.member, suspect.how))
+        if hand is None or not hand.has_begun or hand.awaits not in self._missing(hand):
+            return None
+        assert hand.awaits is not None
+        return hand.awaits.region
 
     def part_with(self, bye: Bye) -> None:
         """Be lost to all others at once."""

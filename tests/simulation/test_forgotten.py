@@ -20,8 +20,6 @@ from hf_cocodc.coordinator.messages import (
     Terms,
 )
 from hf_cocodc.coordinator.rules import Came, Run, SendTo
-from hf_cocodc.link import rules as link
-from hf_cocodc.link.rules import Begin, Part, Standing
 from hf_cocodc.net.letters import Member
 
 FIRST, SECOND, THIRD, NEWCOMER = (Member(region, region + 1) for region in range(4))
@@ -48,19 +46,6 @@ def test_coordinator_refuses_a_newcomer_that_knows_a_loss_that_no_member_knows()
         said += [each for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refuse)]
     assert not state.recovers and state.losses == 0 and NEWCOMER not in state.newcomers
     assert [(each.to, each.message.error) for each in said] == [(0, "LeftBehind")]
-
-
-def test_why_such_a_newcomer_must_begin_again() -> None:
-    part = Part(me=NEWCOMER, elastic=True, standing=Standing.FOLLOWING, roster=MEMBERS)
-    heard_alone = Decision(number=0, members=(FIRST, SECOND), lost=(THIRD,), done=1)
-    made_again = Decision(number=0, members=(FIRST, THIRD), lost=(SECOND,), done=1)
-    for decision in (heard_alone, made_again):
-        part, _ = link.step(part, Decided(generation=1, decision=decision))
-    members = FIRST, THIRD, NEWCOMER
-    marked = link.Marked(submitted=1, changes=1, losses=1, lost=(SECOND.ticket,), members=members, is_in=True)
-    part, _ = link.step(part, marked)
-    _, effects = link.step(part, link.Made("fragment"))
-    assert [each.parties for each in effects if isinstance(each, Begin)] == [(FIRST, NEWCOMER)]  # not THIRD
 
 
 def test_a_report_of_a_loss_that_was_decided_says_nothing_of_the_next_one() -> None:

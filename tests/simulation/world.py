@@ -227,18 +227,14 @@ class World:
             return
         del self._meeting[key]
         pair = Connection("pair", first, second, {first: one, second: other})
-        for shell, neighbor in ((first, other), (second, one)):
-            if shell.claims(neighbor):
-                shell.takes(neighbor, pair)
-            else:
-                pair.close(shell)
-                shell.unpaired.add(neighbor)
+        first.connected(other, pair)
+        second.connected(one, pair)
 
     def _give_up(self, key: tuple[Any, ...]) -> None:
         ends = self._meeting.pop(key, {})
         for member, shell in ends.items():
-            if shell.me == member:
-                shell.unpaired.add(next(each for each in key[2:] if each != member))
+            other = next(each for each in key[2:] if each != member)
+            shell.later(0.0, partial(shell.not_connected, member, other))
 
     # ---- coordinators -----------------------------------------------------------------------------------------------------
 
