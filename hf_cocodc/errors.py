@@ -89,7 +89,12 @@ class RunOver(LinkError):
 
 
 class DonorLost(LinkError):
-    """The region that sent a base, or the log after it, sends no more: another one may."""
+    """The region that sent a base, or the log after it, sends no more: another one may.
+
+    `is_unreached`: no connection to it has come about.
+    """
+
+    is_unreached = False
 
 
 class RunStopped(CocodcError):

@@ -128,7 +128,7 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     if state["ways"]:
         ways = [f"{pair} {way}" for pair, way in state["ways"].items()]
         rows.append(f"ways        {', '.join(ways)}")
-    return rows + [_of_member(member) for member in members]
+    return rows + [_of_member(member) for member in members] + [_of_lost(each) for each in state["lost"]]
 
 
 def _rule(state: dict[str, Any]) -> str:
@@ -148,6 +148,11 @@ def _of_member(member: dict[str, Any]) -> str:
     if member["doing"]:
         words.append(member["doing"])
     return f"{_label(member['region'])}{', '.join(words)}  [{member['address']}]"
+
+
+def _of_lost(lost: dict[str, Any]) -> str:
+    at = "" if lost["step"] is None else f" at step {lost['step']}"
+    return f"{_label(lost['region'])}lost{at}, {lost['since_s']:.0f} s ago: {lost['why']}"
 
 
 def _waiting(state: dict[str, Any]) -> list[str]:

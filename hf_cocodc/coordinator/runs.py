@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import short
@@ -149,10 +150,23 @@ def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
                 yield f"stops at step {at}" if at else "has agreed on no step at which to stop"
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A region without which the others have gone on: the inner step that it had said last, if it had; since when; and why."""
+
+    step: int | None
+    since: float
+    why: str
+
+
 def overview(
-    state: Run, now: float, gone: Mapping[Member, Seat], ways: Mapping[Member, Mapping[int, str]]
+    state: Run,
+    now: float,
+    gone: Mapping[Member, Seat],
+    ways: Mapping[Member, Mapping[int, str]],
+    lost: Mapping[int, Lost] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A run as JSON can express it. `gone`: members without a connection, as they were heard of last."""
+    """A run as JSON can express it. `gone`: members without a connection, as they were heard of last; `lost`: by region."""
     seats = {member: seat for member, seat in gone.items() if member in state.members}
     seats.update({seat.member: seat for seat in state.seats.values()})
     newest = max((seat for seat in seats.values()), key=lambda seat: seat.beat.landed_at, default=None)
@@ -172,6 +186,11 @@ def overview(
             {"region": member.region, "ticket": member.ticket, "address": state.hosts.get(member, "")}
             for member in sorted(state.newcomers)
             if member not in state.members
+        ],
+        "lost": [
+            {"region": region, "step": each.step, "since_s": now - each.since, "why": each.why}
+            for region, each in sorted(lost.items())
+            if region not in {member.region for member in state.newcomers}
         ],
         "ways": {
             f"{member.region}-{other}": way
@@ -259,6 +278,7 @@ class Hosted:
         key: the id of its secret; runs of different secrets never see each other.
         idle_since: since when it has no connection.
         gone: members without a connection, as they were heard of last.
+        lost: regions without which the others have gone on, and that are not back.
         told_apart: pairs (connection, name of another run) that have heard that they may mean the same run.
         ways: by which way each process is connected to each region.
     """
@@ -268,6 +288,7 @@ class Hosted:
     connections: set[int] = field(default_factory=set)
     idle_since: float = 0.0
     gone: dict[Member, Seat] = field(default_factory=dict)
+    lost: dict[int, Lost] = field(default_factory=dict)
     waits_since: float | None = None
     told_apart: set[tuple[int, str]] = field(default_factory=set)
     ways: dict[Member, dict[int, str]] = field(default_factory=dict)
@@ -362,7 +383,7 @@ class Runs:
         """The runs with this secret, or the one with this name (see `overview`)."""
         now = self.clock()
         return [
-            overview(each.state, now, each.gone, each.ways)
+            overview(each.state, now, each.gone, each.ways, each.lost)
             for each in self._hosted.values()
             if each.key == key and name in ("", each.state.name) and (each.state.run or each.state.hellos)
         ]
@@ -408,8 +429,23 @@ class Runs:
                         return
                 case SendTo(to, message):
                     self._send(to, message)
+        if (after.run, after.members) != (before.run, before.members):
+            self._note_lost(hosted, before)
         if after.seats is not before.seats:
             self._note_gone(hosted, before)
+
+    def _note_lost(self, hosted: Hosted, before: Run) -> None:
+        state, now = hosted.state, self.clock()
+        steps = {each.member: each.beat.step for each in (*hosted.gone.values(), *before.seats.values())}
+        whys = {
+            member: why
+            for decided in state.decisions
+            for member, why in zip(decided.decision.lost, decided.whys, strict=False)
+        }
+        new = {each.region: Lost(steps.get(each), now, whys[each]) for each in before.members if each in whys}
+        known = {**hosted.lost, **new} if state.run == before.run else {}
+        here = {each.region for each in state.members}
+        hosted.lost = {region: each for region, each in known.items() if region not in here}
 
     def _note_gone(self, hosted: Hosted, before: Run) -> None:
         here = {seat.member for seat in hosted.state.seats.values()}

@@ -871,6 +871,4 @@ def use_one_thread() -> None:
 
 def left_behind(region: int, why: str = rules.LATE) -> LeftBehind:
     """The error of all calls of a member without which the others have gone on."""
-    return LeftBehind(
-        f"the other regions have gone on without region {region}: {why}. It may come back (hf-cocodc train --join)."
-    )
+    return LeftBehind(f"the other regions have gone on without region {region}: {why}. It may come back.")

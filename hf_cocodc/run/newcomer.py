@@ -95,7 +95,9 @@ class JoiningRank:
     def come_back(self, error: LeftBehind) -> Marker:
         """Be a newcomer, after the others have gone on without this region, and keep what it has trained. See `_follow`."""
         training, before = self._training, self._training.inner_step
-        logger.warning("region %d: %s It comes back.", training.link.region, error)
+        logger.warning(
+            "region %d comes back, in this process, with what it has trained: %s", training.link.region, error
+        )
         self._begin_again(keep=True)
         marker = self._follow(before, is_new=False)
         training.journal.write(

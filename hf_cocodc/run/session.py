@@ -286,7 +286,7 @@ class RegionSession:
         while time.monotonic() < until:
             if self._over is not None:
                 raise over_in_words(self.context.name, self._over)
-            members = self.link.donors
+            members, num_unreached = self.link.donors, 0
             for member in sorted(members, key=lambda each: (failures[each], each.region < own, each)):
                 try:
                     base = self._donors.base_of(
@@ -299,6 +299,7 @@ class RegionSession:
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
                     self.link.post(member, "enough")  # it may keep a log for this region
+                    num_unreached += error.is_unreached
                     failures[member], last = failures[member] + 1, f" The last one: {error}"
                     continue
                 self._from = member, base
@@ -306,10 +307,9 @@ class RegionSession:
             failure = self.link.failure
             if isinstance(failure, RunOver):
                 raise failure
-            if failure is not None or not members:  # they are lost, or miss this process, which stood still
-                logger.warning(
-                    "region %d has lost all regions that it had reached. It looks for the run again.", own
-                )
+            # they are lost, or miss this process, which stood still; or its connections were made while the network was away
+            if failure is not None or num_unreached == len(members):
+                logger.warning("region %d reaches no region of the run. It looks for the run again.", own)
                 self.come_back()
             time.sleep(_POLL_S)
         raise LinkError(

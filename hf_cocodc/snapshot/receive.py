@@ -103,8 +103,14 @@ def receive(
     for old in folder.glob(f"{PREFIX}*{ours}"):
         shutil.rmtree(old, ignore_errors=True)
     base = folder / f"{PREFIX}{offer.step}{ours}"
-    with _losing(f"region {donor} has offered a base, and is not reached"):
+    try:
         stream = open_stream(offer.number, _CONNECT_S, alive)
+    except (RunOver, DonorLost):
+        raise
+    except LinkError as error:
+        lost = DonorLost(f"region {donor} has offered a base, and is not reached: {error}")
+        lost.is_unreached = True
+        raise lost from error
     frames = Frames(
         stream,
         bytes.fromhex(offer.token),

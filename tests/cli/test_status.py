@@ -48,6 +48,7 @@ RUN: dict[str, Any] = {
         member(2, 380, behind=32, moved_s=31.0, address="10.0.0.2"),
     ],
     "newcomers": [],
+    "lost": [],
     "ways": {"0-1": "direct", "0-2": "relayed"},
     "waiting": [],
     "elastic": True,
@@ -75,6 +76,16 @@ def test_status_shows_lag_waits_and_donors() -> None:
     few = {**RUN, "members": RUN["members"][:1], "landed_at": None, "max_steps": None}
     assert lines(few)[1].startswith("regions     1 (training waits for others);")
     assert lines(few)[2] == "step        412; nothing has landed yet"
+
+
+def test_status_shows_who_is_lost() -> None:
+    """Since when, where it was, and why; where it died before it said so, without its step."""
+    lost = {"region": 3, "step": 120, "since_s": 340.2, "why": "its process has died"}
+    shown = lines({**RUN, "lost": [lost, {**lost, "region": 4, "step": None}]})
+    assert shown[-2:] == [
+        "region 3    lost at step 120, 340 s ago: its process has died",
+        "region 4    lost, 340 s ago: its process has died",
+    ]
 
 
 def test_status_shows_who_comes_and_what_the_coordinator_has_forgotten() -> None:

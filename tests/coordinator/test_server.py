@@ -166,6 +166,8 @@ def test_a_joiner_is_paired_ready_announced_and_a_member_once_others_say_so() ->
 def test_a_loss_is_decided_from_the_reports_of_the_others() -> None:
     with coordinator() as served:
         a, b, c = meet(served.address, *(hello(each, 3, elastic=True) for each in range(3)))
+        c.step = 120
+        wait_until(lambda: status(served.address, None)[0]["members"][2]["step"] == 120)
         c.client.close()
         members = tuple(place.member for place in a.welcome.members)
         for each in (a, b):
@@ -184,6 +186,9 @@ def test_a_loss_is_decided_from_the_reports_of_the_others() -> None:
         assert decided == b.wait_for(Decided)
         assert decided.decision.members == (a.client.me, b.client.me) and decided.decision.done == 4
         assert decided.whys == ("the connection broke",)
+        [lost] = status(served.address, None)[0]["lost"]
+        assert lost.pop("since_s") >= 0
+        assert lost == {"region": 2, "step": 120, "why": "the connection broke"}
         part(a, b)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.messages import Over, Posted
-from hf_cocodc.errors import LeftBehind, LinkError, RunOver
+from hf_cocodc.errors import DonorLost, LeftBehind, LinkError, RunOver
 from hf_cocodc.link.log import Marker
 from hf_cocodc.net.letters import Member
 from hf_cocodc.run import session as session_module
@@ -74,6 +74,25 @@ def test_a_newcomer_whose_members_have_all_died_ends_in_time(tmp_path: Path) -> 
     ):
         session(start_timeout_s=1.0).get_base(tmp_path)
     assert time.monotonic() - began < 20.0
+
+
+def test_a_newcomer_that_reaches_no_donor_looks_for_the_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections were to be made while the network was away. One that gets no base for another reason asks again."""
+    waits, unreached = session(), DonorLost("region 0 has offered a base, and is not reached")
+    unreached.is_unreached = True
+    answers: list[Exception] = [DonorLost("region 0 gives no base"), unreached, RunOver("the run has ended")]
+    came_back: list[int] = []
+
+    def base_of(*args: Any, **how: Any) -> Any:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(waits._donors, "base_of", base_of)
+    monkeypatch.setattr(waits, "come_back", lambda: came_back.append(len(answers)))
+    with pytest.raises(RunOver):
+        waits.get_base(tmp_path)
+    assert came_back == [1]
 
 
 def test_a_newcomer_that_nobody_lets_in_begins_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
