@@ -51,6 +51,22 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
             )
 
 
+_UNKNOWN = -1
+_BYTE = torch.zeros(1, dtype=torch.uint8, device=HOST)
+
+
+def differs(link: Link, digests: Collection[int]) -> bool:
+    """Whether regions differ, by their `digests`: in any lane of the region, all of which then make the same calls."""
+    here = len(set(digests)) > 1
+    if link.num_lanes == 1 or set(digests) <= {_UNKNOWN}:
+        return here
+    return bool(link.total(_flag(here)).item())
+
+
+def _flag(holds: bool) -> Tensor:
+    return torch.tensor([float(holds)], dtype=torch.float64, device=HOST)
+
+
 def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None:
     """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
 
@@ -163,15 +179,16 @@ def check_same_end(
     """
     own, wrong = digests(contents(model)), ""
     changed: list[str] = []
-    if len({other.digest for other in link.gather(_checksum(step, own), "the end of the run")}) > 1:
+    answers = link.gather(_checksum(step, own), "the end of the run")
+    if differs(link, [other.digest for other in answers]):
         listings = texts(link, json.dumps(own), "the checksums of the model")
-        answers = {region: json.loads(text) for region, text in listings.items()}
-        changed, notes, wrong = _make_equal(link, model, synchronized, answers)
+        told = {region: json.loads(text) for region, text in listings.items()}
+        changed, notes, wrong = _make_equal(link, model, synchronized, told)
         for note in notes:
             logger.warning(note)
             record("note", step=step, message=note)
         own = digests(contents(model))
-    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64, device=HOST)).item()
+    elsewhere = link.total(_flag(bool(wrong))).item()
     if wrong or elsewhere:
         raise HandshakeError(
             (wrong or "another rank of this region says what differs between regions at the end of the run")
@@ -202,7 +219,8 @@ def _make_equal(
     apart += [name for name in differing if name.endswith(_EXTRA_STATE)]
     for names, values_of in ((shared, _mean_or_lowest), (weights, _lowest)):
         tensors = [local_shard(held[name]) for name in names]
-        for tensor, values in zip(tensors, values_of(link, tensors) if tensors else (), strict=True):
+        is_here = bool(link.total(_flag(bool(tensors))).item()) if link.num_lanes > 1 else bool(tensors)
+        for tensor, values in zip(tensors, values_of(link, tensors) if is_here else (), strict=True):
             tensor.copy_(values)
     done = {
         "buffers differed between regions at the end: floating-point ones are averaged, others are region "
@@ -228,10 +246,11 @@ def _first_of(names: Sequence[str]) -> str:
 
 def _mean_or_lowest(link: Link, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The mean over the regions of each floating-point tensor, else the lowest region's values; the same bits everywhere."""
-    own = torch.cat([raw(tensor.cpu()) for tensor in tensors]).numpy().tobytes()
+    # a byte more: a lane that has nothing makes as many calls as the others
+    own = torch.cat([*(raw(tensor.cpu()) for tensor in tensors), _BYTE]).numpy().tobytes()
     answers = spread_all(link, own, "buffers at the end", len(own)).values()
     flats = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in answers]
-    parts = (flat.split([tensor.nbytes for tensor in tensors]) for flat in flats)
+    parts = (flat.split([*(tensor.nbytes for tensor in tensors), 1])[:-1] for flat in flats)
     for tensor, *each in zip(tensors, *parts, strict=True):
         values = torch.stack([part.clone().view(tensor.dtype).view(tensor.shape) for part in each])
         yield values.double().mean(dim=0) if tensor.is_floating_point() else values[0]
@@ -239,6 +258,6 @@ def _mean_or_lowest(link: Link, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _lowest(link: Link, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The lowest region's values of parameters, which show global params: fp32 holds them exactly."""
-    flat = torch.cat([tensor.cpu().float().flatten() for tensor in tensors])
+    flat = torch.cat([torch.empty(0, device=HOST), *(tensor.cpu().float().flatten() for tensor in tensors)])
     link.broadcast(flat, "the final global weights of the lowest region")
     return split_views(flat, [tuple(tensor.shape) for tensor in tensors])

@@ -23,7 +23,7 @@ from ..parts.merges import Merge, follow
 from ..parts.tensors.flat import moved
 from ..parts.tensors.memory import Departure
 from .account import Account, Measurements
-from .agreement import check_in_step, reunite
+from .agreement import check_in_step, differs, reunite
 from .fragment import FragmentState, Transfer
 from .saved import sound_counts, take_global, trained_in
 from .shares import Guarding, Shares
@@ -225,9 +225,9 @@ class Traffic:
                 else:
                     self._pass_over(fragment, transfer, arrival)
                 self._guarding.remember(fragment, arrival)
-                if len({trailer.digest for trailer in arrival.trailers}) > 1:
+                if differs(self._link, {trailer.digest for trailer in arrival.trailers}):
                     reunite(self._link, fragment, self._measured)
-            self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
+            self._account.count_broadcasts(self._link)
             self._account.landed(
                 self.inner_step, index, sent_at, arrival, blocked_s, began, self._link.clock()
             )

@@ -88,6 +88,25 @@ class RegionGroup:
         """What every rank says, in their order, in all ranks. Raises LinkError if a rank has died."""
         return [self.say(rank, own, what) for rank in range(self.num_ranks)]
 
+    def together(self, attempt: Callable[[], T], what: str) -> T:
+        """What `attempt` returns here, if it fails in no rank. A collective call. Raises what it has raised here or, as
+        `error_of`, in another rank.
+        """
+        failed: Exception | None = None
+        try:
+            result = attempt()
+        except Exception as error:
+            failed = error
+        try:
+            failures = [each for each in self.of_all(failed and failure_of(failed), what) if each is not None]
+        except LinkError as error:
+            raise failed or error from None
+        if failed is not None:
+            raise failed
+        if failures:
+            raise error_of(failures[0])
+        return result
+
     def begin_largest(self, numbers: Sequence[int], what: str) -> "Largest":
         """Begin to find the largest of each number, over all ranks."""
         own = torch.tensor([list(numbers)] * self.num_ranks, device=HOST)

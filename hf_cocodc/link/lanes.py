@@ -9,26 +9,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parts.tensors.memory import HOST
-from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
+from .base import Arrival, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import Record, Trailer, from_numbers
 from .stopping import StopAgreement
+from .tcp import TcpLink
 
 T = TypeVar("T")
 
 _SETTLED = {
     **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "norm", "loss"), 1.0),
-    **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
+    **dict.fromkeys(("weight", "saved_at", "compression", "knows"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or smallest (-1). Other numbers may differ."""
 
 
-class LaneLink(FixedMembers):
+class LaneLink:
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
-    Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process group
-    settles both with small collective calls, on tensors of `device` (a GPU under NCCL). Every rank waits for the same transfers
-    in the same order.
+    Decisions need numbers that are equal in all lanes: norms of whole tensors, trailers, and who takes part. The region's own
+    process group settles them with small collective calls, on tensors of `device` (a GPU under NCCL). Every rank waits for the
+    same transfers in the same order.
     """
 
     def __init__(
@@ -39,16 +40,39 @@ class LaneLink(FixedMembers):
         device: torch.device,
         group: RegionGroup | None = None,
     ) -> None:
-        self.region, self.num_regions = link.region, link.num_regions
+        self.region, self.is_elastic = link.region, link.is_elastic
         self.lane, self.num_lanes = lane, num_lanes
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
         self._link = link
         self._device, self._group = device, group
+        self.members = link.members
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.members)
+
+    @property
+    def most_regions(self) -> int:
+        return self._link.most_regions
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        return self._link.parties
+
+    @property
+    def knows(self) -> int:
+        return self._link.knows
+
+    def takes_part(self) -> bool:
+        return self._link.takes_part()
 
     @property
     def awaits(self) -> int | None:
         return self._link.awaits
+
+    def landed(self, arrival: Arrival) -> None:
+        self._link.landed(arrival)
 
     def mean(self, request: MeanRequest) -> Handle:
         return _LaneHandle(self, self._link.mean(request))
@@ -60,7 +84,14 @@ class LaneLink(FixedMembers):
         return self._link.clock()
 
     def tick(self, inner_step: int) -> None:
+        """Members come and leave at the same step in all lanes."""
+        if not isinstance(self._link, TcpLink):
+            self._link.tick(inner_step)
+            return
+        self._link.switched = ((), ())
         self._link.tick(inner_step)
+        joined, left = self._link.switched
+        self.members = tuple(sorted({*self.members, *joined} - {*left}))
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self._link.broadcast(flat, what, source)
@@ -69,10 +100,19 @@ class LaneLink(FixedMembers):
         return self._link.count_broadcasts()
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        return self._link.gather(record, what)
+        records = self._link.gather(record, what)
+        if self.is_elastic:
+            self._settle_members(self._reduce(self._gone(), dist.ReduceOp.MAX))
+        return records
 
     def lead(self, call: Callable[[Link], T], what: str) -> T | None:
-        return call(self._link) if self._group is None else self._group.lead(lambda: call(self._link), what)
+        link, group = self._link, self._group
+        if group is None:
+            return link.lead(call, what)
+        result = group.lead(lambda: link.lead(call, what), what, lambda result: getattr(link, "num_calls", 0))
+        if group.rank and isinstance(link, TcpLink) and self.is_elastic and link.num_calls < group.heard:
+            link.led(group.heard)
+        return result
 
     def leave_note(self, reason: str) -> None:
         self._link.leave_note(reason)
@@ -89,12 +129,24 @@ class LaneLink(FixedMembers):
         rows = _numbers([list(trailer) for trailer in arrival.trailers])
         signs = _numbers([_SETTLED.get(name, 0.0) for name in names])
         rows = torch.where(rows.isnan(), -math.inf, rows)  # a loss that is unknown: no maximum is one with it
-        settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
+        own = torch.cat([torch.where(signs == 0, 0.0, rows * signs).flatten(), self._gone()])
+        settled, gone = self._reduce(own, dist.ReduceOp.MAX).split([rows.numel(), len(self.members)])
+        self._settle_members(gone)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
         rows = torch.where(rows == -math.inf, math.nan, rows)
         trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
         sums = self.total(_numbers([arrival.bytes_sent, arrival.square])).tolist()
         return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
+
+    def _gone(self) -> Tensor:
+        """For each member, whether it is lost, as far as this rank knows."""
+        now = self._link.members
+        return _numbers([float(member not in now) for member in self.members])
+
+    def _settle_members(self, gone: Tensor) -> None:
+        """All ranks know a loss from the same call on: some hear of it earlier."""
+        losses = zip(self.members, gone.tolist(), strict=True)
+        self.members = tuple(member for member, is_gone in losses if not is_gone or member == self.region)
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         moved = values.to(self._device, copy=True)

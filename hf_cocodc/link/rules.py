@@ -336,6 +336,13 @@ class Marked:
 
 
 @dataclass(frozen=True)
+class Led:
+    """The leader of this region has made calls alone, for all ranks, up to this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class NoMoreCalls:
     """No further call will be made."""
 
@@ -355,6 +362,7 @@ Event = (
     | Ticked
     | Followed
     | Marked
+    | Led
     | NoMoreCalls
 )
 
@@ -509,6 +517,8 @@ class _MemberWork:
                 self.change(standing=Standing.FOLLOWING)
             case Marked():
                 self.marked(event)
+            case Led(number=number) if state.standing is Standing.MEMBER and not state.calls:
+                self.change(submitted=number, done=number)
             case NoMoreCalls():
                 self.change(last=state.submitted)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coordinator.client import Client
 from ..coordinator.messages import (
     AskStop,
     Back,
@@ -55,7 +54,9 @@ from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
 from .rules import Standing
+from .speaking import AnyClient
 from .stopping import StopAgreement
+from .voice import AllHold, Holds, RankEnded
 
 logger = logging.getLogger(__name__)
 
@@ -76,33 +77,38 @@ class TcpLink:
         compared: what this region has told of itself; told again to a coordinator that has forgotten it.
         timeout_s: seconds that `close` waits for calls in progress.
         wait_s: how long a loss waits for a coordinator that is away.
+        is_one_voice: whether the ranks of the region, which have a lane each, share their decisions (`voice`).
 
     Attributes:
         events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways") and facts.
         ending: what this region says when the link is closed in good order.
         beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
+        switched: regions that have come in and left with the last change.
         on: called in the client's thread with every message of the coordinator, after the link has heard it.
     """
 
-    lane, num_lanes = 0, 1
     timing = "measured"
 
     def __init__(
         self,
-        client: Client,
+        client: AnyClient,
         terms: Terms,
         wire: Wire,
         compared: Mapping[str, Any],
         *,
         timeout_s: float = 120.0,
         wait_s: float = math.inf,
+        lane: int = 0,
+        num_lanes: int = 1,
+        is_one_voice: bool = False,
     ) -> None:
-        self.wait_s = wait_s
+        self.wait_s, self.lane, self.num_lanes, self._is_one_voice = wait_s, lane, num_lanes, is_one_voice
         self.agreement: StopAgreement | None = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
         self.beat = Beat()
         self.landed_at = 0.0
+        self.switched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self.on: Callable[[ToRegion], None] = lambda message: None
         self.terms, self._compared, self._timeout_s = terms, compared, timeout_s
         self._buffers: dict[torch.device, Buffers] = {}  # for payloads, by the device that copies them
@@ -123,7 +129,7 @@ class TcpLink:
             wire.close()
             raise
 
-    def _enter(self, client: Client, wire: Wire, welcome: Welcome) -> None:
+    def _enter(self, client: AnyClient, wire: Wire, welcome: Welcome) -> None:
         """Be a process of the run, with this connection to the coordinator."""
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
@@ -134,6 +140,7 @@ class TcpLink:
         self._ready: deque[Pending] = deque()
         self._hand: InHand | None = None
         self._failure: BaseException | None = None
+        self._leads, self._led = False, set[int]()
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
         self._letters = Letters()
@@ -199,7 +206,20 @@ class TcpLink:
         return counted
 
     def lead(self, call: Callable[[Link], T], what: str) -> T:
-        return call(self)
+        self._leads = True
+        try:
+            return call(self)
+        finally:
+            self._leads = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls made so far."""
+        return self._part.submitted
+
+    def led(self, num_calls: int) -> None:
+        """The leader has made calls alone, so many as this now; nothing of this rank is in flight."""
+        self._feed(rules.Led(num_calls))
 
     def mean(self, request: MeanRequest) -> Handle:
         log = self._log_to_ask()
@@ -430,7 +450,7 @@ class TcpLink:
         self._client.close(Bye(how="left"))
         self.wire.close()
 
-    def begin_again(self, client: Client, wire: Wire) -> None:
+    def begin_again(self, client: AnyClient, wire: Wire) -> None:
         """Be a newcomer, after `part_with`. `client` has joined the run."""
         with self._changed:
             self._enter(client, wire, client.welcome)
@@ -478,6 +498,8 @@ class TcpLink:
                 raise LinkError(f"the link is closed: {what} cannot travel.")
             else:
                 self._pending.append(pending)
+                if self._leads:
+                    self._led.add(self._part.submitted + 1)
                 self._feed(rules.Made(what))
         return pending
 
@@ -568,7 +590,11 @@ class TcpLink:
                 view, what = hand.view, hand.pending.what
                 assert view is not None
                 view.wait(view.begin_swap(torch.ones(1, device=HOST), what).pending, what, may_be_late=True)
-                self._feed(rules.AllHeld(begin.number, begin.losses))
+                if self._is_one_voice:
+                    alone = begin.number in self._led
+                    self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
+                else:
+                    self._feed(rules.AllHeld(begin.number, begin.losses))
         except RegionLostError as error:
             missed = [each for each in begin.parties if each.region == error.region and each != self.me]
             if not missed:
@@ -654,8 +680,14 @@ class TcpLink:
 
     # ---- the coordinator, in its thread -----------------------------------------------------------------------------
 
-    def _hear(self, message: ToRegion) -> None:
+    def _hear(self, message: ToRegion | AllHold | RankEnded) -> None:
         match message:
+            case AllHold(number=number, losses=losses):
+                self._feed(rules.AllHeld(number, losses))
+                return
+            case RankEnded(why=why):
+                self._fail_all(LinkError(why))
+                return
             case Hears(member=member, hears=True):
                 self._unheard.pop(member, None)
             case Hears(member=member, cut=cut):
@@ -783,9 +815,10 @@ class TcpLink:
         low, high = sorted((self.me.ticket, other.ticket))
 
         def send(to: Member, content: dict[str, Any]) -> None:
-            self.post(to, "wire", **content)
+            self.post(to, "wire", lane=self.lane if self._is_one_voice else 0, **content)
 
-        return Introduction(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
+        key = f"{self.run}/{low}-{high}" + (f"/{self.lane}" if self._is_one_voice else "")
+        return Introduction(other, key, send, self._letters, self._timeout_s)
 
     # ---- who takes part, for journal and log -----------------------------------------------------------------------
 
@@ -796,6 +829,7 @@ class TcpLink:
             self.events.append(("late", {**facts, "why": why}))
 
     def _switched(self, joined: Sequence[Member], left: Sequence[Member]) -> None:
+        self.switched = tuple(each.region for each in joined), tuple(each.region for each in left)
         number = self.epoch.number
         for member in left:
             facts = {"step": self._step, "epoch": number, "region": member.region}

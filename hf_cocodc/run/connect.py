@@ -8,7 +8,9 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -20,17 +22,21 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from .. import __version__
+from ..coordinator.client import Client
 from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
-from ..coordinator.messages import PROTOCOL, Stop
+from ..coordinator.messages import PROTOCOL, Stop, Welcome, from_plain, to_plain
 from ..coordinator.secret import secret_of
 from ..errors import InputError, nearest
 from ..link.base import Link
+from ..link.group import RegionGroup
 from ..link.lanes import LaneLink
 from ..link.lockstep import loopback
 from ..link.ranks import SharedLink
+from ..link.speaking import AnyClient, LeaderClient, RankClient, lines_of
 from ..link.spreading import spread_all
 from ..link.stopping import StopAgreement
 from ..link.tcp import TcpLink
+from ..link.voice import LEADER
 from ..link.within import ranks_of_region
 from ..net.addresses import own_address
 from ..net.pacing import congestion_of
@@ -171,7 +177,8 @@ def connect(
     """Meet the other regions, compare settings and connect; or join them, if they train already.
 
     If all ranks hold the same parameters, only the leader connects. A rank that holds shards (FSDP2) or a stage of its own
-    connects to the same rank of every other region; each lane is a run of its own at the coordinator.
+    connects to the same rank of every other region. The leader speaks for all shards (`link.voice`); each stage is a run of its
+    own at the coordinator.
 
     Raises:
         InputError: settings that cannot work.
@@ -231,27 +238,27 @@ def connect(
             largest_base=largest_base(model),
             num_lanes=num_lanes,
             lane=lane,
+            is_one_voice=sharded and group is not None,
         )
 
+    def mine() -> RegionContext:
+        told = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
+        return context(name if stage is None else f"{name}, stage {lane}", told)
+
     def meet() -> TcpLink:
-        mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
-        return _enter(context(name if stage is None else f"{name}, stage {lane}", mine), is_elastic)
+        return _connect(mine())
 
     what = "the meeting of the regions"
     own: TcpLink | None
     if group is None:
         link = own = meet()
     elif sharded:
-        leader = group.lead(meet, what, lambda link: link.run)
-        # the lanes' own runs compare nothing: their leaders have
-        own = leader or _enter(context(f"{name}, lane {rank} of {group.heard}", {}), is_elastic, quiet=True)
+        own = _connect_lane(group, mine, what)
         link = LaneLink(own, lane, num_lanes, device, group)
     else:
         leader = group.lead(meet, what)
         own = leader  # None on the other ranks
         link = SharedLink(leader, regions.region, count, device, group, is_elastic)
-    if own is not None:
-        own.lane = lane
     if stage is None and not is_elastic:
         request = None if own is None or lane else lambda why: own.send(Stop(why=why))
         agreement = StopAgreement(group, request)
@@ -267,13 +274,42 @@ def connect(
     return link
 
 
-def _enter(context: RegionContext, is_elastic: bool, quiet: bool = False) -> TcpLink:
+def _connect(context: RegionContext) -> TcpLink:
     """Meet the other regions of a run, or join it, and connect to them."""
+    return _enter(context, _meet(context))
+
+
+def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: str) -> TcpLink:
+    """The same for one rank of a region whose ranks have a lane each: its leader meets the others for all. A collective call."""
+    context, lines = mine(), lines_of(group)
+    client = group.lead(lambda: _meet(context), what, lambda client: _told(client.welcome))
+    own: AnyClient
+    if client is not None:
+        own = LeaderClient(client, lines)
+    else:
+        assert context.regions.coordinator is not None
+        own = RankClient(
+            from_plain(group.heard), context.regions.coordinator.rpartition(":")[0].strip("[]"), lines[LEADER]
+        )
+    links: list[TcpLink] = []
+    try:
+        group.together(lambda: links.append(_enter(context, own)), "the connections to the other regions")
+    except BaseException as error:
+        for link in links:
+            link.close(str(error))
+        raise
+    return links[0]
+
+
+def _told(welcome: Welcome) -> Any:
+    """What other ranks need of it."""
+    return to_plain(replace(welcome, compared=()))
+
+
+def _meet(context: RegionContext) -> Client:
     client = context.meet(join=bool(context.regions.join))
     welcome = client.welcome
-    if quiet:
-        pass
-    elif welcome.joins:
+    if welcome.joins:
         words = f"joins run {context.name!r}, which trains at step {welcome.step}"
         announce("region %d %s", context.region, words)
         tell("joining the run", news=words)
@@ -282,14 +318,22 @@ def _enter(context: RegionContext, is_elastic: bool, quiet: bool = False) -> Tcp
         hosts = ", ".join(place.host for place in welcome.members)
         announce("all %d regions of run %r have met: %s", len(welcome.members), context.name, hosts)
         show_differences(welcome.compared)
+    return client
+
+
+def _enter(context: RegionContext, client: AnyClient) -> TcpLink:
+    """Connect to the regions that have met; a region's leader keeps its session."""
     link = context.link(client)
-    if not welcome.joins:
+    if not client.welcome.joins:
         ways = ", ".join(f"region {region} {way}" for region, way in link.wire.ways.items())
         logger.info(
             "%d connections to each other region, round trip %.1f ms (%s)",
             *(link.view.connections, 1000 * link.view.rtt_s, ways),
         )
-    keep(link, RegionSession(context, link))
+    if isinstance(client, RankClient):
+        link.events = deque(maxlen=0)  # the leader keeps the journal
+    else:
+        keep(link, RegionSession(context, link))
     return link
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
-from ..link.group import error_of, failure_of
 from ..link.rules import Standing
 from ..link.spreading import gather, spread
 from ..link.within import main_says, ranks_of_region
@@ -64,15 +63,12 @@ def in_all(link: Link, accelerator: Accelerator, attempt: Callable[[], T], what:
     region.
     """
     failed: Exception | None = None
+    is_alone = accelerator.num_processes == 1
     try:
-        result = attempt()
+        result = attempt() if is_alone else ranks_of_region().together(attempt, f"{what}, in each rank")
     except Exception as error:
         failed = error
-    try:  # whatever has failed: the other regions, and the other ranks of this one, wait here
-        if accelerator.num_processes > 1:
-            of_ranks = ranks_of_region().of_all(failed and failure_of(failed), f"{what}, in each rank")
-            failures = [each for each in of_ranks if each is not None]
-            failed = failed or (error_of(failures[0]) if failures else None)
+    try:  # whatever has failed: the other regions wait here
         verdicts = gather(link, CanResume(failed is None), what)
     except LinkError as error:
         raise failed or error from None

@@ -33,6 +33,7 @@ from ..coordinator.messages import (
 from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..link.base import Link
 from ..link.log import Marker
+from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.keys import Keys
 from ..net.letters import Member
@@ -128,6 +129,7 @@ class RegionContext:
         keys: of the run's secret; None if there is none.
         largest_base: bytes that a base of this model has at most.
         num_lanes: lanes of this region, which share the rate limit.
+        is_one_voice: whether its ranks share their decisions (see `TcpLink`).
         lane: of this process.
     """
 
@@ -139,6 +141,7 @@ class RegionContext:
     keys: Keys | None = None
     largest_base: int = 1 << 50
     num_lanes: int = 1
+    is_one_voice: bool = False
     lane: int = 0
 
     @property
@@ -207,7 +210,7 @@ class RegionContext:
             call_from=self.host if regions.interface else "",
         )
 
-    def link(self, client: Client) -> TcpLink:
+    def link(self, client: AnyClient) -> TcpLink:
         """The link of a process that has met the others. Raises LinkError if a region cannot be reached."""
         wait_s = self.regions.wait_s
         return TcpLink(
@@ -217,6 +220,9 @@ class RegionContext:
             self.compared,
             timeout_s=self.regions.timeout_s,
             wait_s=math.inf if wait_s is None else wait_s,
+            lane=self.lane,
+            num_lanes=self.num_lanes,
+            is_one_voice=self.is_one_voice,
         )
 
 

@@ -1,0 +1,342 @@
+"""How the ranks of a region whose shards differ speak with the coordinator: over their leader, who has the one connection to it.
+
+The ranks' links have a `RankClient`, the leader's a `LeaderClient`; both look like the client of a region of one rank. What is
+passed on is in `voice`. A rank is connected to its leader by a socket, and hears of its end as the leader hears of the rank's.
+"""
+
+import contextlib
+import hmac
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..coordinator.client import Client
+from ..coordinator.messages import KINDS, Back, Beat, Bye, Welcome, from_plain, to_plain
+from ..errors import LinkError
+from .group import RegionGroup
+from .voice import (
+    LEADER,
+    AllHold,
+    Effect,
+    Holds,
+    RankEnded,
+    ToCoordinator,
+    ToRank,
+    Voice,
+    beat_of_all_ranks,
+    heard,
+    said,
+)
+
+logger = logging.getLogger(__name__)
+
+_KINDS = KINDS | {kind.__name__: kind for kind in (Holds, AllHold)}
+_MEET_S = 60.0
+_BEAT_S = 1.0
+_END_S = 2.0
+_LONGEST_GREETING = 200
+_HEARD, _AWAY = "heard_s", "away"
+
+
+class RankLine:
+    """JSON lines between two ranks. Any thread may send; one receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._lines = connected, connected.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, plain: Any) -> None:
+        """Does nothing once the other end has gone: whoever receives hears of that."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(plain).encode() + b"\n")
+
+    def receive(self) -> Any:
+        """The next message; None once the other end has gone."""
+        with contextlib.suppress(OSError, ValueError):
+            line = self._lines.readline()
+            return json.loads(line) if line.endswith(b"\n") else None
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """Close at once, both ways."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def lines_of(group: RegionGroup) -> dict[int, RankLine]:
+    """On the leader, a line to each other rank, by rank; on another one, the line to the leader. A collective call.
+
+    Raises LinkError, in all ranks, if one of them cannot reach the leader.
+    """
+    token, server = secrets.token_hex(32), None
+    if group.rank == LEADER:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        server = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual, backlog=group.num_ranks)
+    own = None if server is None else [token, server.getsockname()[1], socket.gethostname()]
+    token, port, host = group.say(LEADER, own, "where the leader listens")
+
+    def meet() -> dict[int, RankLine]:
+        if server is not None:
+            return _accept(server, token, group.num_ranks)
+        return {LEADER: _call([os.environ.get("MASTER_ADDR", ""), host], port, token, group.rank)}
+
+    with contextlib.nullcontext() if server is None else server:
+        return group.together(meet, "the connections to the leader")
+
+
+def _accept(server: socket.socket, token: str, num_ranks: int) -> dict[int, RankLine]:
+    lines: dict[int, RankLine] = {}
+    until = time.monotonic() + _MEET_S
+    while len(lines) < num_ranks - 1:
+        server.settimeout(max(until - time.monotonic(), 0.01))
+        try:
+            caller, _ = server.accept()
+            caller.settimeout(max(until - time.monotonic(), 0.01))
+            greeting = b""
+            while not greeting.endswith(b"\n") and len(greeting) < _LONGEST_GREETING:
+                greeting += caller.recv(1) or b"\n"
+        except OSError as error:
+            if time.monotonic() > until:
+                missing = sorted({*range(1, num_ranks)} - lines.keys())
+                raise LinkError(
+                    f"rank {missing[0]} of this region has not reached its leader (rank 0)."
+                ) from error
+            continue
+        said_token, _, rank = greeting.decode(errors="replace").strip().partition(" ")
+        if hmac.compare_digest(said_token.encode(), token.encode()) and rank.isdecimal():
+            lines[int(rank)] = RankLine(caller)
+        else:
+            caller.close()
+    return lines
+
+
+def _call(hosts: list[str], port: int, token: str, rank: int) -> RankLine:
+    failure: OSError | None = None
+    for host in filter(None, hosts):
+        try:
+            connected = socket.create_connection((host, port), _MEET_S / 2)
+            connected.sendall(f"{token} {rank}\n".encode())
+            return RankLine(connected)
+        except OSError as error:
+            failure = error
+    raise LinkError(
+        f"rank {rank} of this region cannot reach its leader (rank 0) at port {port} of {' or '.join(hosts)}: {failure}. Set "
+        "MASTER_ADDR, in all ranks, to an address at which they reach rank 0."
+    )
+
+
+class LeaderClient:
+    """The leader's client: what a `Client` says goes to all ranks, and what they say becomes one voice.
+
+    Args:
+        client: has met the other regions.
+        lines: to the other ranks.
+    """
+
+    def __init__(self, client: Client, lines: dict[int, RankLine]) -> None:
+        self._client, self._lines = client, lines
+        self.welcome, self.me, self.host = client.welcome, client.me, client.host
+        self._voice = Voice(num_ranks=len(lines) + 1, losses=client.welcome.losses)
+        self._speaking = threading.Lock()  # what a rank hears comes in one order
+        self._beats: dict[int, Beat] = {}
+        self._ended: set[int] = set()
+        self._is_closing = False
+        self._said: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def heard_at(self) -> float:
+        return self._client.heard_at
+
+    def start(
+        self,
+        on: Callable[[Any], None],
+        beat: Callable[[], Beat],
+        back: Callable[[], Back],
+        away: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `Client.start`. `on` is also called in a thread of this object."""
+
+        def tell_away() -> None:
+            self._tell_all({_AWAY: True})
+            away()
+
+        self._on, self._beat = on, beat
+        self._thread = threading.Thread(target=self._work, name="hf_cocodc-lead", daemon=True)
+        self._thread.start()
+        for rank, line in self._lines.items():
+            threading.Thread(
+                target=self._listen, args=(rank, line), name="hf_cocodc-rank", daemon=True
+            ).start()
+        self._client.start(self._hear, self._beat_of_all, back, tell_away)
+
+    def send(self, message: Any) -> None:
+        self._said.put((LEADER, message))
+
+    def hang_up(self, why: str) -> None:
+        self._client.hang_up(why)
+
+    def close(self, bye: Bye | None = None) -> None:
+        self._is_closing = True
+        self._said.put((LEADER, None))
+        if self._thread is not None:
+            self._thread.join(_END_S)
+        self._client.close(bye)
+        if bye is not None:
+            self._tell_all(to_plain(bye))
+        for line in self._lines.values():
+            line.close()
+
+    def _listen(self, rank: int, line: RankLine) -> None:
+        while (plain := line.receive()) is not None:
+            self._said.put((rank, from_plain(plain, _KINDS)))
+        self._said.put((rank, None))
+
+    def _hear(self, message: Any) -> None:
+        """Take a message of the coordinator, in the thread of the client."""
+        with self._speaking:
+            self._voice, effects = heard(self._voice, message)
+            own = self._tell(effects)
+        for each in own:
+            self._on(each)
+
+    def _work(self) -> None:
+        """Take what ranks say, one by one."""
+        while True:
+            rank, message = self._said.get()
+            if message is None and rank == LEADER:
+                return
+            try:
+                self._take(rank, message)
+            except Exception:
+                logger.exception("a message of rank %d cannot be heeded", rank)
+
+    def _take(self, rank: int, message: Any) -> None:
+        match message:
+            case None:
+                if rank not in self._ended and not self._is_closing:
+                    self._on(rank_ended(rank))
+            case Beat():
+                self._beats[rank] = message
+            case Bye(how=how):
+                if how != "failed":
+                    self._ended.add(rank)
+            case _:
+                with self._speaking:
+                    self._voice, effects = said(self._voice, rank, message)
+                    own = self._tell(effects)
+                for each in own:
+                    self._on(each)
+
+    def _tell(self, effects: tuple[Effect, ...]) -> list[Any]:
+        """Do what is to be done for other processes; returns what this rank is to hear."""
+        own = []
+        for effect in effects:
+            match effect:
+                case ToCoordinator(message):
+                    self._client.send(message)
+                case ToRank(rank, message):
+                    self._tell_all(to_plain(message), rank)
+                    if rank in (None, LEADER):
+                        own.append(message)
+        return own
+
+    def _tell_all(self, plain: Any, rank: int | None = None) -> None:
+        for other, line in self._lines.items():
+            if rank in (None, other):
+                line.send(plain)
+
+    def _beat_of_all(self) -> Beat:
+        own = self._beat()
+        self._tell_all({_HEARD: time.monotonic() - self.heard_at})
+        return beat_of_all_ranks({**self._beats, LEADER: own})
+
+
+class RankClient:
+    """The client of another rank: it hears and tells the coordinator all over the leader.
+
+    Args:
+        welcome: as the leader has been welcomed.
+        host: the coordinator's.
+    """
+
+    def __init__(self, welcome: Welcome, host: str, line: RankLine) -> None:
+        self.welcome, self.me, self.host = welcome, welcome.me, host
+        self._line = line
+        self.heard_at = time.monotonic()
+        self._closes = threading.Event()
+
+    def start(
+        self,
+        on: Callable[[Any], None],
+        beat: Callable[[], Beat],
+        back: Callable[[], Back],
+        away: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `Client.start`."""
+        self._on, self._beat, self._away = on, beat, away
+        for work in (self._listen, self._work):
+            threading.Thread(target=work, name="hf_cocodc-rank", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        self._line.send(to_plain(message))
+
+    def hang_up(self, why: str) -> None:
+        """The leader does."""
+
+    def close(self, bye: Bye | None = None) -> None:
+        if bye is not None:
+            self.send(bye)
+        self._closes.set()
+        self._line.close()
+
+    def _listen(self) -> None:
+        self._has_ended = False
+        while (plain := self._line.receive()) is not None:
+            try:
+                self._take(plain)
+            except Exception:
+                logger.exception("a message of the leader cannot be heeded")
+        if not self._has_ended and not self._closes.is_set():
+            self._on(rank_ended(LEADER))
+
+    def _take(self, plain: Any) -> None:
+        if _HEARD in plain:
+            self.heard_at = time.monotonic() - plain[_HEARD]
+        elif _AWAY in plain:
+            self._away()
+        else:
+            message = from_plain(plain, _KINDS)
+            if isinstance(message, Bye):
+                self._has_ended = message.how != "failed"
+            else:
+                self._on(message)
+
+    def _work(self) -> None:
+        while not self._closes.wait(_BEAT_S):
+            with contextlib.suppress(Exception):  # a part of a region that ends
+                self.send(self._beat())
+
+
+def rank_ended(rank: int) -> RankEnded:
+    """What ends the calls of a region, one of whose ranks has ended."""
+    whom = "the leader (rank 0)" if rank == LEADER else f"rank {rank}"
+    return RankEnded(why=f"{whom} of this region has ended. Look at its last output.")
+
+
+AnyClient = Client | LeaderClient | RankClient
