@@ -132,8 +132,8 @@ def _environment() -> str:
             "```",
             "",
             "Under `accelerate launch` these are the codes of the processes of your script; the launcher's own is 1 for all of",
-            "them but 0. A script whose run has stopped, and that does not catch `RunStopped` or `RunLeft`, ends with their",
-            "code, too.",
+            "them but 0. A script whose run has ended, and that does not catch `RunStopped`, `RunLeft` or `RunFinished`, ends",
+            "with their code, too.",
         ]
     )
 

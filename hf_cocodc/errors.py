@@ -12,12 +12,13 @@
     |   |-- RegionLostError     exit code 1   one named region is gone or silent, or has not come
     |   |-- LeftBehind          exit code 1   the other regions have gone on without this one
     |   |-- RunOver             exit code 1   the run has ended: there is nothing to join, or to come back to
+    |   |   `-- RunFinished     exit code 0   it has made all its steps: the others have the model
     |   `-- DonorLost           exit code 1   the region from which this one was to begin sends no more
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
         `-- RunLeft             exit code 0   this region has left in good order, and the others train on
 
 Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback. A
-script whose run has stopped, and that does not catch RunStopped or RunLeft, ends with this paragraph and the exit code, too.
+script whose run has ended, and that does not catch RunStopped, RunLeft or RunFinished, ends with it and the exit code, too.
 """
 
 import difflib
@@ -88,6 +89,12 @@ class RunOver(LinkError):
     """The run has ended: there is nothing to join, or to come back to."""
 
 
+class RunFinished(RunOver):
+    """The run has made all its steps before this region came in, or back. The other regions have the model."""
+
+    exit_code = 0
+
+
 class DonorLost(LinkError):
     """The region that sent a base, or the log after it, sends no more: another one may.
 
@@ -113,15 +120,15 @@ class RunLeft(RunStopped):
 
 
 def spare_traceback() -> None:
-    """Let the interpreter end with the message and the exit code of a RunStopped that nobody catches. Only a run that has
-    stopped calls this: it changes `sys.excepthook`.
+    """Let the interpreter end with the message and the exit code of a RunStopped or RunFinished that nobody catches. Only a run
+    that has ended calls this: it changes `sys.excepthook`.
     """
     before = sys.excepthook
     if getattr(before, "spares_traceback", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, RunStopped):
+        if not isinstance(error, RunStopped | RunFinished):
             before(kind, error, trace)
             return
         sys.stderr.write(f"{error}\n")

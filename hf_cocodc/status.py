@@ -15,6 +15,8 @@ from typing import Any
 ENV_STATUS = "HF_COCODC_STATUS"
 LEFT = "has left the run"
 """The last word of a region that has left while the others train on."""
+TOO_LATE = "has come too late"
+"""The last word of a region whose run has finished before it came in, or back; `over` says so in a sentence."""
 
 PHASES = (
     "loading the libraries",

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..errors import short
 from ..run.journal import BEGINNINGS, lines_of
-from ..status import LEFT, PHASES, heard, phase_in_words, phase_of
+from ..status import LEFT, PHASES, TOO_LATE, heard, phase_in_words, phase_of
 from ..tools.report.journals import wrong_with
 
 LINE_S = 60.0
@@ -97,7 +97,7 @@ class Display:
             for index, each in enumerate(statuses):
                 self._say_news(index, each.get("news", []))
             self._told = [
-                {} if index in self._lost or each.get("doing") == LEFT else each
+                {} if index in self._lost or each.get("doing") in (LEFT, TOO_LATE) else each
                 for index, each in enumerate(statuses)
             ]
         self._max_steps = max([self._max_steps, *(report.get("max_steps", 0) for report in self._told)])

@@ -147,6 +147,22 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
     return None
 
 
+def has_missed_the_end(state: dict[str, Any] | None, region: int, max_steps: int) -> str | None:
+    """What a region hears that was lost before its run has finished, with all `max_steps` that it would make; None for another
+    region, and if the run is to make more steps.
+    """
+    finished = over(state, join=False)
+    if finished is None or state is None or not 0 < max_steps <= state["ended"]["step"]:
+        return None
+    if region not in {each["region"] for each in state["lost"]}:
+        return None
+    return (
+        f"{finished.partition(':')[0]} without region {region}, which was lost. The others have the model"
+        + (f", which lies at {state['ended']['place']}" if state["ended"]["place"] else "")
+        + ". For more steps, raise training.max_steps and start all regions with --resume."
+    )
+
+
 def trains(state: dict[str, Any] | None, region: int) -> bool:
     """Whether a run trains already, which a region that its scheduler starts again then enters by itself. Says so if another
     process of the region still takes part.

@@ -46,7 +46,8 @@ COMMANDS = (
 
 EXIT_CODES = """\
 exit codes:
-  0    done; or this region has left in good order, and the others train on
+  0    done; this region has left in good order, and the others train on; or its
+       run has finished before it came in, or back
   1    the link, the coordinator or another region failed, did not come or could
        not be reached: it may pass, and a supervisor starts the region again
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that

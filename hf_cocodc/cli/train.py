@@ -24,7 +24,17 @@ from . import dry
 from .checks import add_coordinator, add_secret, recipe_of
 from .display import Display
 from .ending import report
-from .joining import claim_number, loss_in_words, name_of, over, refuse_to_join, run_at, trains, way_back
+from .joining import (
+    claim_number,
+    has_missed_the_end,
+    loss_in_words,
+    name_of,
+    over,
+    refuse_to_join,
+    run_at,
+    trains,
+    way_back,
+)
 from .part import part_of
 
 
@@ -99,6 +109,11 @@ def run(options: argparse.Namespace) -> int:
     if has_company:
         congestion_of(recipe.regions.congestion)
     state = run_at(recipe, address, keys) if address is not None and has_company else None
+    if region is not None and not join:
+        missed = has_missed_the_end(state, region, int(recipe.training.get("max_steps", -1)))
+        if missed is not None:
+            print(missed)
+            return 0
     finished = over(state, join)
     if finished is not None and not options.resume:
         print(finished)
@@ -245,6 +260,11 @@ def _train(
         print(
             f"machine {machine} of region {regions[0]} has ended. The summary is at the region's machine 0."
         )
+        return 0
+    for each in processes:
+        if each.too_late:
+            print(each.too_late)
+    if all(each.too_late for each in processes):
         return 0
     if not display.has_trained:
         print("the run had already finished: there was nothing left to train")

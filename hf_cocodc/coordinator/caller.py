@@ -17,6 +17,7 @@ from ..errors import (
     LinkError,
     MeetingError,
     MeetingRefused,
+    RunFinished,
     RunOver,
     short,
 )
@@ -40,7 +41,8 @@ _LONGEST_TURN_S = 3.0
 """If more time passes between two looks at the clock, this process stood still."""
 FLUSH_S = 1.0
 _ERRORS: dict[str, type[CocodcError]] = {
-    each.__name__: each for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver)
+    each.__name__: each
+    for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver, RunFinished)
 }
 
 

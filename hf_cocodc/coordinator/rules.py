@@ -783,13 +783,7 @@ class _Work:
             self.welcome_newcomer(who, hello)
         elif hello.join:
             if state.ended is not None:
-                where = f" Its model lies at {state.ended.place}." if state.ended.place else ""
-                self.refuse(
-                    who,
-                    "RunOver",
-                    f"run {state.name!r} has ended at step {state.ended.step} ({state.ended.how}): there is nothing to join."
-                    f"{where}",
-                )
+                self.refuse(who, *end_in_words(state.name, state.ended, "there is nothing to join"))
             elif state.trains and state.terms.elastic:
                 self.wait(who, f"no region of run {state.name!r} is connected to this coordinator")
             elif state.trains:
@@ -913,10 +907,11 @@ class _Work:
         if state.run and (
             state.run != back.run or (state.ended is not None and back.member not in state.expected)
         ):
-            over = "has ended" if state.run == back.run else "has been begun anew"
-            self.refuse(
-                who, "RunOver", f"run {state.name!r} {over} while region {back.member.region} was away."
-            )
+            away = f"while region {back.member.region} was away"
+            if state.run == back.run and state.ended is not None:
+                self.refuse(who, *end_in_words(state.name, state.ended, f"that was {away}"))
+            else:
+                self.refuse(who, "RunOver", f"run {state.name!r} has been begun anew {away}.")
             return
         changes = max((each.number for each in back.announced), default=back.changes)
         # then another coordinator has served this run
@@ -1112,6 +1107,15 @@ class _Work:
 def _decisions(back: Back) -> int:
     """Decisions that a caller has taken. A newcomer may know the number of one that no member has heard: it is void then."""
     return back.losses if back.is_member else 0
+
+
+def end_in_words(name: str, ended: Bye | Over, why: str) -> tuple[str, str]:
+    """The name of the error of a region that comes to a run that has ended, or back to it, and its words: how and where the run
+    has ended, and `why` the region hears it.
+    """
+    where = f" Its model lies at {ended.place}." if ended.place else ""
+    kind = "RunFinished" if ended.how == "finished" else "RunOver"
+    return kind, f"run {name!r} has {ended.how} at step {ended.step}: {why}.{where}"
 
 
 def _over(bye: Bye) -> Over:

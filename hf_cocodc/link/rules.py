@@ -41,9 +41,10 @@ from ..coordinator.messages import (
     Welcome,
 )
 from ..coordinator.rules import KEPT_DECISIONS
-from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
+from ..errors import LeftBehind, LinkError, RegionLostError, RunFinished, RunOver
 from ..net.letters import Member
 
+_OVER: Mapping[str, type[LinkError]] = {each.__name__: each for each in (RunOver, RunFinished)}
 LATE = "it was late, or they could not reach it"
 
 
@@ -580,7 +581,7 @@ class _MemberWork:
                 self.disconnect(member)
             case Refuse(error=kind, why=why):
                 if state.terms.elastic:  # in a fixed run nobody comes or goes: it trains on
-                    self.fail(RunOver if kind == "RunOver" else LeftBehind, why)
+                    self.fail(_OVER.get(kind, LeftBehind), why)
 
     def suspect(self, suspect: Suspect, awaits: int | None) -> None:
         """A member for which this one waits seems to be lost. It is only if this one still waits for it."""

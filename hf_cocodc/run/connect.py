@@ -26,7 +26,7 @@ from ..coordinator.client import Client
 from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
 from ..coordinator.messages import PROTOCOL, Stop, Welcome, from_plain, to_plain
 from ..coordinator.secret import secret_of
-from ..errors import InputError, nearest
+from ..errors import InputError, RunFinished, nearest, spare_traceback
 from ..link.base import Link
 from ..link.group import RegionGroup
 from ..link.lanes import LaneLink
@@ -352,7 +352,11 @@ def meet(
     Regions compare over a given link what they compare at the coordinator, once before each training (`begin_over`).
     """
     if link is None:
-        return connect(accelerator, model, config, regions, max_steps, stage, about)
+        try:
+            return connect(accelerator, model, config, regions, max_steps, stage, about)
+        except RunFinished:
+            spare_traceback()
+            raise
     if link in _COMPARED or link.num_regions == 1:
         return link
     mine = own_hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)

@@ -1,7 +1,7 @@
 """How a run ends early: what all regions do when one of them ends."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..link.base import Link
@@ -51,8 +51,11 @@ def announcement(verdict: str, why: str, step: int, policy: str) -> str:
     return f"{why}: all regions {do} here, at step {step} (regions.when_one_ends={policy})."
 
 
-def farewell(step: int, why: str, saved_at: int, saved_everywhere: int) -> str:
+def farewell(
+    step: int, why: str, saved_at: int, saved_everywhere: int, members: Sequence[int] | None = None
+) -> str:
     """What a region says when all regions have stopped at `step`: what it has saved there, what all have, and how to go on.
+    `members`: those that are left of a run that goes on without lost regions; None of another run, in which all are.
 
     >>> print(farewell(7, "region 1 was interrupted", 7, 5)[57:163])
     This region has saved checkpoint-7 in its folder. All regions have checkpoint-5 (of later ones it does not
@@ -60,7 +63,12 @@ def farewell(step: int, why: str, saved_at: int, saved_everywhere: int) -> str:
     saved = "has" if saved_at == step else "has not"
     common = "It does not know whether all regions have a checkpoint."
     if saved_everywhere:
-        common = f"All regions have checkpoint-{saved_everywhere}"
+        who = (
+            "All regions"
+            if members is None
+            else f"Of the regions that were left ({', '.join(map(str, members))}), all"
+        )
+        common = f"{who} have checkpoint-{saved_everywhere}"
         common += "." if saved_everywhere == step else " (of later ones it does not know)."
     return (
         f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder. {common} "

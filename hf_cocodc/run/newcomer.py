@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..errors import DonorLost, LeftBehind, RunOver
+from ..errors import DonorLost, LeftBehind, RunFinished, RunOver
 from ..link.log import Marker, from_plain
 from ..link.within import wait_for_ranks
 from ..snapshot import checkpoint as disk
@@ -64,7 +64,8 @@ class JoiningRank:
                     training.step(trained=False)
                     training.loop.stand_in()
                 if training.endings.verdict is not None:
-                    raise RunOver(
+                    over = RunFinished if training.endings.verdict == "finish" else RunOver
+                    raise over(
                         f"{training.endings.why}: the run ends before this region has caught up with it."
                     )
                 steps = training.round_steps

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..coordinator.messages import Bye
 from ..engine.replicas import Engine
-from ..errors import InputError, LeftBehind, LinkError, RunLeft, RunStopped, spare_traceback
+from ..errors import InputError, LeftBehind, LinkError, RunFinished, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..link.records import Ending
 from ..parts.tensors.memory import is_capturing
@@ -157,6 +157,8 @@ class OuterOptimizer:
                     self.elastic.begin(start.is_new)
         except BaseException as error:
             self._undo_all()
+            if isinstance(error, RunFinished):
+                spare_traceback()
             if is_own_link:
                 link.close(f"{type(error).__name__}: {error}")
             raise
@@ -478,6 +480,6 @@ class OuterOptimizer:
             if self.training.endings.is_hopeless:
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
-            if issubclass(kind, RunStopped):
+            if issubclass(kind, RunStopped | RunFinished):
                 spare_traceback()
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")

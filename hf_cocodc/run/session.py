@@ -14,6 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from ..coordinator.caller import error_of
 from ..coordinator.client import Client
 from ..coordinator.messages import (
     Bye,
@@ -25,12 +26,14 @@ from ..coordinator.messages import (
     LeaveNow,
     Over,
     Posted,
+    Refuse,
     Resumed,
     Terms,
     ToRegion,
     Waiting,
 )
-from ..errors import DonorLost, LeftBehind, LinkError, RunOver
+from ..coordinator.rules import end_in_words
+from ..errors import CocodcError, DonorLost, LeftBehind, LinkError, RunOver
 from ..link.base import Link
 from ..link.log import Marker
 from ..link.speaking import AnyClient
@@ -492,9 +495,7 @@ def keep(link: Link, session: RegionSession) -> None:
     _SESSIONS[link] = session
 
 
-def over_in_words(name: str, over: Over) -> RunOver:
+def over_in_words(name: str, over: Over) -> CocodcError:
     """The error of a newcomer whose run has ended before it came in."""
-    where = f" Its model lies at {over.place}." if over.place else ""
-    return RunOver(
-        f"run {name!r} has ended at step {over.step} ({over.how}): there is nothing to join.{where}"
-    )
+    kind, why = end_in_words(name, over, "there is nothing to join")
+    return error_of(Refuse(error=kind, why=why))

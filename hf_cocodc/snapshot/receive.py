@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
+from ..errors import CheckpointError, DonorLost, LinkError, RunFinished, RunOver, short
 from ..link.log import Item, from_plain
 from ..net.letters import Member
 from ..net.pairs import Stream
@@ -189,8 +189,8 @@ def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
                     case "end", "in":
                         return
                     case "end", "over":
-                        raise RunOver(
-                            f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
+                        raise RunFinished(
+                            f"the run has finished before this region had caught up with it ({why}). Nothing is left to train: "
                             f"region {donor} and the others have the model."
                         )
                     case _:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..errors import LinkError, RunLeft, RunStopped
+from ..errors import LinkError, RunFinished, RunLeft, RunStopped, spare_traceback
 from ..link.base import Link
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
@@ -75,6 +75,8 @@ def first_signal(note: Callable[[str], None]) -> Iterator[None]:
 
 def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, error: BaseException) -> None:
     """Leave in good order if possible, so that the other regions can stop with a checkpoint, or go on."""
+    if isinstance(error, RunFinished):
+        spare_traceback()
     reason = f"{type(error).__name__} at step {outer.inner_step if outer else 0}: {error}"
     if outer is None:
         if link is not None:
@@ -106,7 +108,13 @@ def say_farewell(outer: OuterOptimizer) -> None:
     if not outer.finished:
         step, why = outer.inner_step, outer.why
         stopped = RunStopped(
-            farewell(step, why, outer.training.endings.word.saved_at, outer.training.endings.saved_everywhere)
+            farewell(
+                step,
+                why,
+                outer.training.endings.word.saved_at,
+                outer.training.endings.saved_everywhere,
+                outer.link.members if outer.link.is_elastic else None,
+            )
         )
         if outer.verdict == "leave":
             stopped = RunLeft(

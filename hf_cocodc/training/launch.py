@@ -86,6 +86,11 @@ class RegionProcess:
         return heard(self.status).get("doing") == LEFT
 
     @property
+    def too_late(self) -> str:
+        """How its run has finished without it, in a sentence; empty if it has not."""
+        return str(heard(self.status).get("over", ""))
+
+    @property
     def has_trained(self) -> bool:
         """Whether the region has come as far as its training."""
         return "step" in heard(self.status)

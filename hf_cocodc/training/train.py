@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CocodcError, InputError, RunLeft
+from ..errors import CocodcError, InputError, RunFinished, RunLeft
 from ..run.lock import hold, region_lock
 from ..settings import ENV_REGION
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
 from ..snapshot.folders import is_saved, note_saved
 from ..snapshot.manifest import FULL
-from ..status import LEFT, tell
+from ..status import LEFT, TOO_LATE, tell
 from . import building
 from .command import end_with_command
 from .preflight import check, preflight
@@ -137,6 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(LEFT)
         sys.stderr.write(f"{left}\n")
         return left.exit_code
+    except RunFinished as late:
+        tell(TOO_LATE, over=str(late))
+        sys.stderr.write(f"{late}\n")
+        return late.exit_code
     except CocodcError as error:
         return _report(error)
     except OSError as error:

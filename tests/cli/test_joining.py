@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.cli import joining, train
-from hf_cocodc.cli.joining import loss_in_words, way_back
+from hf_cocodc.cli.joining import has_missed_the_end, loss_in_words, way_back
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.cli.status import look
 from hf_cocodc.coordinator.messages import Bye
@@ -241,6 +241,26 @@ def test_a_run_of_the_same_name_may_begin_after_one_that_has_finished(
     words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--coordinator", address]
     assert main(["train", RECIPE, *words]) == 130
     assert "a new run of this name begins once all regions are here." in capsys.readouterr().out
+
+
+def test_a_lost_region_that_is_started_again_after_the_end_hears_it_at_once() -> None:
+    """Its supervisor starts it, with --resume. It would wait for the others. If they are to make more steps, it is needed."""
+    ended = {"how": "finished", "step": 800, "place": "/out/region-0"}
+    state = {"name": "mine", "phase": "ended", "ended": ended, "lost": [{"region": 1}]}
+    said = has_missed_the_end(state, 1, 800)
+    assert said is not None
+    assert said.startswith(
+        "run 'mine' has finished at step 800 without region 1, which was lost. The others have the"
+    )
+    assert "/out/region-0" in said
+    for region, max_steps, other in (
+        *((0, 800, state), (1, 900, state), (1, -1, state), (1, 800, None)),
+        *(
+            (1, 800, {**state, "phase": "gathering"}),
+            (1, 800, {**state, "ended": {**ended, "how": "stopped"}}),
+        ),
+    ):
+        assert has_missed_the_end(other, region, max_steps) is None
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -234,7 +234,7 @@ def test_a_run_that_has_ended_says_so_to_newcomers_and_joiners() -> None:
         [c] = meet(served.address, hello(2, elastic=True, join=True))
         a.client.close(Bye(how="finished", step=100, place="out/model"))
         assert c.wait_for(Over) == Over(how="finished", step=100, place="out/model")
-        with pytest.raises(RunOver, match="has ended at step 100 .*out/model"):
+        with pytest.raises(RunOver, match="has finished at step 100: .*out/model"):
             meet(served.address, hello(3, elastic=True, join=True))
         assert status(served.address, None)[0]["ended"]["place"] == "out/model"
         part(b, c)

@@ -108,7 +108,7 @@ def test_a_script_ends_well_whatever_its_threads_do(script: str) -> None:
 UNCAUGHT = """
     import sys
     from hf_cocodc import RunLeft, RunStopped
-    from hf_cocodc.errors import spare_traceback
+    from hf_cocodc.errors import RunFinished, spare_traceback
 
     sys.excepthook = lambda kind, error, trace: print("another hook has", error)
     spare_traceback()
@@ -122,6 +122,7 @@ UNCAUGHT = """
     [
         ("RunStopped('all regions stopped')", 3, ("", "all regions stopped\n")),
         ("RunLeft('this region has left')", 0, ("", "this region has left\n")),
+        ("RunFinished('the run has finished')", 0, ("", "the run has finished\n")),
         ("ValueError('a mistake')", 1, ("another hook has a mistake\n", "")),
     ],
 )

@@ -167,7 +167,9 @@ class Process(Shell):
             lambda: self.welcome is not None or self.refused is not None or self.connection is None, START_S
         )
         if self.refused is not None:
-            raise Finished("over" if self.refused.error == "RunOver" else "failed", self.refused.why)
+            raise Finished(
+                "over" if self.refused.error in ("RunOver", "RunFinished") else "failed", self.refused.why
+            )
         if self.welcome is None:
             raise Finished("failed", "it has not met the others")
         self.enter(self.welcome)

@@ -16,10 +16,11 @@ import psutil
 import pytest
 import torch
 
+from hf_cocodc.errors import RunFinished
 from hf_cocodc.run.gpus import VISIBLE
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.status import ENV_STATUS, tell
-from hf_cocodc.training import launch
+from hf_cocodc.training import launch, train
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 
@@ -227,6 +228,24 @@ def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.
     tell("has ended with an error", error="not to be heard", exit_code=9)
     assert first.error() is None
     assert second.error() == ("it broke", 2)
+
+
+def test_a_region_whose_run_has_finished_without_it_ends_well(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command says where the model is: a supervisor starts it no more."""
+    first, second = start()
+    monkeypatch.setenv(ENV_STATUS, second.process.env[ENV_STATUS])
+
+    def run(recipe: Any) -> None:
+        raise RunFinished("run 'mine' has finished at step 800: there is nothing to join.")
+
+    monkeypatch.setattr(train, "end_with_command", lambda: None)
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train, "preflight", lambda recipe: None)
+    assert train.main(["quickstart/diloco"]) == 0
+    assert second.error() is None and not first.too_late
+    assert second.too_late == "run 'mine' has finished at step 800: there is nothing to join."
 
 
 def test_the_launchers_arguments_say_which_machine_this_is(tmp_path: Path) -> None:
