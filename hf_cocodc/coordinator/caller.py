@@ -22,10 +22,10 @@ from ..errors import (
     short,
 )
 from ..net.addresses import is_loopback, resolve
-from ..net.channel import Channel, line_of
+from ..net.channel import Channel, line_of, object_of
 from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
-from .messages import FromCommand, FromRegion, Refuse, from_plain, to_plain
+from .messages import FromCommand, FromRegion, Refuse, from_line
 
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0
@@ -115,9 +115,9 @@ class CoordinatorConnection:
 
     def send(self, message: FromRegion | FromCommand) -> None:
         """Send a message, or as much of it as the coordinator takes now; `receive` and `close` send the rest."""
-        self.send_plain(to_plain(message))
+        self.send_plain(message)
 
-    def send_plain(self, message: dict[str, Any]) -> None:
+    def send_plain(self, message: Any) -> None:
         try:
             self.channel.write(line_of(message, LONGEST_LINE))
         except ValueError as error:
@@ -125,16 +125,14 @@ class CoordinatorConnection:
 
     def receive(self, timeout_s: float) -> Any | None:
         """The next message; None if none comes in time. Raises ConnectionEnded, or LinkError if what comes is no message."""
-        plain = self.receive_plain(timeout_s)
-        return None if plain is None else from_plain(plain)
+        line = self.receive_line(timeout_s)
+        return None if line is None else from_line(line)
 
-    def receive_plain(self, timeout_s: float) -> dict[str, Any] | None:
+    def receive_line(self, timeout_s: float) -> bytes | None:
         until = time.monotonic() + timeout_s
         while True:
-            while self.channel.num_lines:
-                message = self.channel.take_line()
-                if message is not None:
-                    return message
+            if self.channel.num_lines:
+                return self.channel.take_line()
             if self.channel.ended:
                 raise ConnectionEnded(f"the coordinator at {self.address} has closed the connection")
             left_s = until - time.monotonic()
@@ -222,7 +220,7 @@ class CoordinatorConnection:
                 raise _TryAgain("what listens there does not answer as a coordinator does")
             self._look()
             _wait(channel, _LOOK_S)
-        return channel.take_line()
+        return object_of(channel.take_line())
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

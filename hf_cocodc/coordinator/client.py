@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
+from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.letters import Member
 from .caller import (
@@ -34,7 +35,7 @@ from .messages import (
     ToRegion,
     Waiting,
     Welcome,
-    from_plain,
+    from_line,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,10 @@ def _answer(
         try:
             if question is not None:
                 connection.send_plain(question)
-            answer = connection.receive_plain(timeout_s)
+            line = connection.receive_line(timeout_s)
         except ConnectionEnded as error:
             raise MeetingError(f"{error}.") from error
+    answer = None if line is None else object_of(line)
     if answer is None:
         raise MeetingError(f"the coordinator at {connection.address} does not answer within {timeout_s:g} s.")
     return answer
@@ -329,11 +331,8 @@ class Client:
     def _hear_all(self, connection: CoordinatorConnection) -> None:
         channel = connection.channel
         while channel.num_lines and connection is self._connection:
-            plain = channel.take_line()
-            if plain is None:
-                continue
             try:
-                message = from_plain(plain)
+                message = from_line(channel.take_line())
             except LinkError as error:
                 logger.warning("the coordinator at %s: %s", self._address, error)
                 continue

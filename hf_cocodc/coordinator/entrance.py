@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import short
-from ..net.channel import Channel, line_of
+from ..net.channel import Channel, line_of, object_of
 from ..net.keys import Keys, identity
 from ..settings import ENV_SECRET
 from .messages import PROTOCOL
@@ -154,7 +154,7 @@ class Entrance:
             self._turn_away(caller)
         elif channel.num_lines:
             caller.num_reads = 0
-            message = channel.take_line()
+            message = object_of(channel.take_line())
             if message is None:
                 self._turn_away(caller)
             else:

@@ -1,40 +1,42 @@
 """What regions and their coordinator tell each other: one JSON object a line, each of one of these kinds.
 
 A region sends `Hello` or `Back` first. The coordinator answers with `Welcome`, `Resumed` or `Refuse`, perhaps after `Waiting`.
+What is received is checked: each value has its type and range, and there are no other fields.
 """
 
-import dataclasses
-import functools
-import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+import sys
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ..errors import LinkError, short, shown
 from ..net.letters import Member
-from ..net.validation import MOST, whole
+from ..net.validation import MOST
 from ..settings.regions import MOST_REGIONS
 
-_MOST_GENERATIONS = 1_000_000_000
-"""Tickets are computed from generations, and must stay below `MOST`."""
 PROTOCOL = 23
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
-LONGEST_TEXT = 100_000
-"""Characters of a text."""
+_T = TypeVar("_T")
+Whole = Annotated[int, Meta(ge=-1, le=MOST)]
+Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Text = Annotated[str, Meta(max_length=100_000)]
+Several = Annotated[tuple[_T, ...], Meta(max_length=MOST_REGIONS)]
+_Regions = Annotated[int, Meta(ge=1, le=MOST_REGIONS)]
+"""The coordinator goes through all of them."""
+_Generation = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+"""Tickets are computed from generations, and must stay below `MOST`."""
 
 
 class Place(NamedTuple):
     """A member, and the address of its machine that others reach."""
 
     member: Member
-    host: str
+    host: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What membership needs of the settings that all regions share. Raises ValueError if no run has so many regions.
+class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What membership needs of the settings that all regions share.
 
     Attributes:
         count: regions with which the run begins.
@@ -43,25 +45,24 @@ class Terms:
         grace_is_auto: whether `grace_s` counts from the moment when training began to wait.
     """
 
-    count: int
+    count: _Regions
     elastic: bool = False
-    least: int = 1
-    most: int = 1
-    timeout_s: float = 120.0
-    stuck_timeout_s: float = 1200.0
-    grace_s: float | None = None
+    least: Whole = 1
+    most: _Regions = 1
+    timeout_s: Real = 120.0
+    stuck_timeout_s: Real = 1200.0
+    grace_s: Real | None = None
     grace_is_auto: bool = False
 
-    def __post_init__(self) -> None:
-        for number in (self.count, self.most):  # the coordinator goes through all of them
-            whole(number, 1, MOST_REGIONS)
+
+class _Message(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    pass
 
 
 # ---- from regions -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(_Message, frozen=True, kw_only=True):
     """A new process of a region.
 
     Attributes:
@@ -71,26 +72,24 @@ class Hello:
         compared: what must be equal in all regions (`hello.py`).
     """
 
-    region: int
+    region: Whole
     join: bool
-    host: str
-    machine: str
-    token: str
+    host: Text
+    machine: Text
+    token: Text
     terms: Terms
     compared: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A "join" or a "leave", numbered from 1 without gaps; it counts once all members know it (`link/rules.py`)."""
 
-    number: int
-    kind: str
+    number: Whole
+    kind: Text
     member: Member
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What counts for all after a loss.
 
     Attributes:
@@ -100,23 +99,21 @@ class Decision:
         done: the last operation that stands. All later ones are void, and are made again without the lost.
     """
 
-    number: int
-    members: tuple[Member, ...]
-    lost: tuple[Member, ...]
-    done: int
+    number: Whole
+    members: Several[Member]
+    lost: Several[Member]
+    done: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decided:
+class Decided(_Message, frozen=True, kw_only=True):
     """A decision counts. `whys` has the reason for the loss of each of `decision.lost`, in words."""
 
-    generation: int
+    generation: _Generation
     decision: Decision
-    whys: tuple[str, ...] = ()
+    whys: Several[Text] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Back:
+class Back(_Message, frozen=True, kw_only=True):
     """A process that was connected before: its connection or the coordinator had gone. It tells what it knows.
 
     Attributes:
@@ -126,27 +123,26 @@ class Back:
         changes: changes that it has applied; `announced` has those that it has not.
     """
 
-    run: str
+    run: Text
     member: Member
     is_member: bool
-    host: str
-    generation: int
-    losses: int
-    changes: int
-    announced: tuple[Change, ...]
-    decisions: tuple[Decided, ...] = ()
-    members: tuple[Place, ...]
+    host: Text
+    generation: _Generation
+    losses: Whole
+    changes: Whole
+    announced: Several[Change]
+    decisions: Several[Decided] = ()
+    members: Several[Place]
     terms: Terms
     compared: dict[str, Any]
 
     def __post_init__(self) -> None:
-        whole(self.generation, 0, _MOST_GENERATIONS)
         for ticket in (self.member.ticket, *(place.member.ticket for place in self.members)):
-            whole(ticket, -1, MOST >> 1)
+            if ticket > MOST >> 1:  # new ones are higher
+                raise ValueError(f"{ticket} is too high for a ticket")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat:
+class Beat(_Message, frozen=True, kw_only=True):
     """A heartbeat, about every second.
 
     Attributes:
@@ -162,23 +158,22 @@ class Beat:
         max_steps: inner steps of the run; 0 if unknown.
     """
 
-    step: int = 0
-    op: int = 0
-    awaits: int | None = None
-    waited_s: float = 0.0
-    idle_s: float = 0.0
-    blocked_s: float | None = None
-    doing: str = ""
-    changes: int = 0
-    losses: int = 0
-    members: tuple[Member, ...] = ()
-    landed_at: int = -1
-    landed_s: float = 0.0
-    max_steps: int = 0
+    step: Whole = 0
+    op: Whole = 0
+    awaits: Whole | None = None
+    waited_s: Real = 0.0
+    idle_s: Real = 0.0
+    blocked_s: Real | None = None
+    doing: Text = ""
+    changes: Whole = 0
+    losses: Whole = 0
+    members: Several[Member] = ()
+    landed_at: Whole = -1
+    landed_s: Real = 0.0
+    max_steps: Whole = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(_Message, frozen=True, kw_only=True):
     """What a member says about itself when a member is lost. Until the decision it completes no further operation.
 
     Attributes:
@@ -190,103 +185,91 @@ class Report:
         members: the members as it knows them, with itself; empty if it is none yet.
     """
 
-    number: int
+    number: Whole
     member: Member
-    first: int
-    last: int | None = None
-    done: int
+    first: Whole
+    last: Whole | None = None
+    done: Whole
     has: bool
-    lost: tuple[Member, ...] = ()
-    whys: tuple[str, ...] = ()
-    members: tuple[Member, ...] = ()
+    lost: Several[Member] = ()
+    whys: Several[Text] = ()
+    members: Several[Member] = ()
 
     def takes_part_in(self, operation: int) -> bool:
         return 0 < self.first <= operation and (self.last is None or operation <= self.last)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Paired:
+class Paired(_Message, frozen=True, kw_only=True):
     """The connections for transfers with another process are there."""
 
     member: Member
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ways:
+class Ways(_Message, frozen=True, kw_only=True):
     """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `net.pairs.Pair`)."""
 
-    regions: tuple[int, ...]
-    ways: tuple[str, ...]
+    regions: Several[Whole]
+    ways: Several[Text]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
+class Ready(_Message, frozen=True, kw_only=True):
     """A newcomer is less than one interval behind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leave:
+class Leave(_Message, frozen=True, kw_only=True):
     """A member wants to leave; it has said so in its trailers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heard:
+class Heard(_Message, frozen=True, kw_only=True):
     """A region has heard that it is to leave."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(_Message, frozen=True, kw_only=True):
     """A region must stop: all shall, at one step."""
 
-    why: str
+    why: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Promise:
+class Promise(_Message, frozen=True, kw_only=True):
     """A region does not pass the inner step `step` before it has the answer to question `number`."""
 
-    number: int
-    step: int
+    number: Whole
+    step: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note:
+class Note(_Message, frozen=True, kw_only=True):
     """Why a region is about to end, in words; others quote it."""
 
-    text: str
+    text: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Post:
+class Post(_Message, frozen=True, kw_only=True):
     """A small message to another process of the run."""
 
     to: Member
-    topic: str
+    topic: Text
     content: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bye:
+class Bye(_Message, frozen=True, kw_only=True):
     """A region ends: it has "finished", "stopped" (all did), "left" or "failed". `place`: where its model lies, for people."""
 
-    how: str
-    step: int = 0
-    place: str = ""
+    how: Text
+    step: Whole = 0
+    place: Text = ""
 
 
 # ---- from the coordinator -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
+class Waiting(_Message, frozen=True, kw_only=True):
     """A region waits: for regions that have not come (`absent`), or for the reason `why`."""
 
-    absent: tuple[int, ...] = ()
-    why: str = ""
+    absent: Several[Whole] = ()
+    why: Text = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Welcome:
+class Welcome(_Message, frozen=True, kw_only=True):
     """A region is in a run. `run` is unique to it.
 
     Attributes:
@@ -298,42 +281,38 @@ class Welcome:
         relay: port of the relay on the coordinator's machine; None if there is none.
     """
 
-    run: str
-    generation: int
+    run: Text
+    generation: _Generation
     me: Member
     joins: bool
-    members: tuple[Place, ...]
-    others: tuple[Place, ...] = ()
-    compared: tuple[dict[str, Any], ...]
-    losses: int = 0
-    step: int = 0
-    relay: int | None = None
+    members: Several[Place]
+    others: Several[Place] = ()
+    compared: Several[dict[str, Any]]
+    losses: Whole = 0
+    step: Whole = 0
+    relay: Whole | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
+class Resumed(_Message, frozen=True, kw_only=True):
     """The coordinator knows a process that has come back."""
 
-    generation: int
+    generation: _Generation
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refuse:
+class Refuse(_Message, frozen=True, kw_only=True):
     """The coordinator refuses a process, which raises `error`: one of those that `caller.error_of` knows."""
 
-    error: str
-    why: str
+    error: Text
+    why: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(_Message, frozen=True, kw_only=True):
     """Freeze, and report: decision `number` on a loss is sought."""
 
-    number: int
+    number: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hears:
+class Hears(_Message, frozen=True, kw_only=True):
     """Whether the coordinator has a connection to a process. One without may call again.
 
     `cut`: the connection was reset, or nothing came through: that says nothing of the process.
@@ -344,114 +323,99 @@ class Hears:
     cut: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suspect:
+class Suspect(_Message, frozen=True, kw_only=True):
     """A member for which this one waits in operation `op` seems to be lost; `how`: "silent", "stuck", "late" or "cut"."""
 
     member: Member
-    op: int
-    how: str
-    why: str
+    op: Whole
+    how: Text
+    why: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Announce:
+class Announce(_Message, frozen=True, kw_only=True):
     """A change, for everybody."""
 
-    generation: int
+    generation: _Generation
     change: Change
 
 
-@dataclass(frozen=True, kw_only=True)
-class Here:
+class Here(_Message, frozen=True, kw_only=True):
     """Another process wants to come in: connect to it."""
 
     place: Place
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gone:
+class Gone(_Message, frozen=True, kw_only=True):
     """A newcomer has gone before it came in."""
 
     member: Member
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeaveNow:
+class LeaveNow(_Message, frozen=True, kw_only=True):
     """An operator asks this region to leave."""
 
-    why: str
+    why: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskStop:
+class AskStop(_Message, frozen=True, kw_only=True):
     """Promise an inner step: see `Promise`."""
 
-    number: int
+    number: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopAt:
+class StopAt(_Message, frozen=True, kw_only=True):
     """The answer to question `number`: all stop at inner step `step`; nobody, if it is 0. `whys`: why each region must stop."""
 
-    number: int
-    step: int
-    whys: dict[str, Any] = field(default_factory=dict)
+    number: Whole
+    step: Whole
+    whys: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noted:
+class Noted(_Message, frozen=True, kw_only=True):
     """The note of another region."""
 
-    region: int
-    text: str
+    region: Whole
+    text: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Posted:
+class Posted(_Message, frozen=True, kw_only=True):
     """A message of another process."""
 
     sender: Member
-    topic: str
+    topic: Text
     content: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Over:
+class Over(_Message, frozen=True, kw_only=True):
     """The run has ended, or all regions have stopped; for newcomers. See `Bye`."""
 
-    how: str
-    step: int
-    place: str
+    how: Text
+    step: Whole
+    place: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alive:
+class Alive(_Message, frozen=True, kw_only=True):
     """The coordinator lives; about every second."""
 
 
 # ---- from commands, and the answers -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskLeave:
+class AskLeave(_Message, frozen=True, kw_only=True):
     """`hf-cocodc leave`; answered with `Done` once the region has heard it."""
 
-    region: int
+    region: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
+class Claim(_Message, frozen=True, kw_only=True):
     """The lowest free number, for as long as this connection lives; answered with `Claimed` or `Refuse`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claimed:
-    region: int
+class Claimed(_Message, frozen=True, kw_only=True):
+    region: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
+class Done(_Message, frozen=True, kw_only=True):
     """What was asked is done."""
 
 
@@ -486,63 +450,13 @@ Message = FromRegion | FromCommand | ToRegion
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def to_plain(message: Any) -> dict[str, Any]:
-    """The message as JSON can express it."""
-    return {"kind": type(message).__name__, **_plain(message)}
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Message)
 
 
-def _plain(value: Any) -> Any:
-    """Like `dataclasses.asdict`, which would copy what regions compare: an entry for each parameter of a model."""
-    if dataclasses.is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def from_plain(plain: Any, kinds: Mapping[str, type] = KINDS) -> Any:
-    """The message that `to_plain` made, of one of these kinds, each value of its type and range. Raises LinkError otherwise."""
+def from_line(line: bytes, decoder: msgspec.json.Decoder[Any] = _decoder) -> Any:
+    """The message of a line (see `line_of`), each value of its type and range. Raises LinkError if it is none."""
     try:
-        given = dict(plain)
-        kind = kinds[given.pop("kind")]
-        return _value(kind, given)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise LinkError(
-            f"{shown(plain)} is no message of a region of this version ({short(error)})"
-        ) from None
-
-
-def _value(kind: Any, plain: Any) -> Any:
-    """`plain` as a value of type `kind`. Raises ValueError, TypeError or KeyError if it is none."""
-    if kind is Any or kind is dict or get_origin(kind) is dict:
-        if not isinstance(plain, dict):
-            raise TypeError(shown(plain))
-        return plain
-    if kind is int:
-        return whole(plain, -1, MOST)
-    if kind is float:
-        if isinstance(plain, bool) or not isinstance(plain, int | float) or not abs(plain) < math.inf:
-            raise TypeError(shown(plain))
-        return float(plain)
-    if kind in (str, bool):
-        if type(plain) is not kind or (kind is str and len(plain) > LONGEST_TEXT):
-            raise TypeError(shown(plain))
-        return plain
-    if get_origin(kind) in (types.UnionType, typing.Union):
-        options = [each for each in get_args(kind) if each is not type(None)]
-        return None if plain is None else _value(options[0], plain)
-    if get_origin(kind) is tuple:
-        if not isinstance(plain, list | tuple) or len(plain) > MOST_REGIONS:
-            raise TypeError(shown(plain))
-        return tuple(_value(get_args(kind)[0], each) for each in plain)
-    hints, make = _hints(kind), kind
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(plain, Mapping) or not plain.keys() <= hints.keys():
-            raise KeyError(shown(plain))
-        return make(**{name: _value(hints[name], each) for name, each in plain.items()})
-    if len(plain) != len(hints):  # a NamedTuple
-        raise TypeError(shown(plain))
-    return kind(*(_value(each, value) for each, value in zip(hints.values(), plain, strict=True)))
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+        return decoder.decode(line)
+    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8
+        said = shown(line[:80].decode(errors="replace"))
+        raise LinkError(f"{said} is no message of a region of this version ({short(error)})") from None

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from ..net.letters import Member
 from .hello import first_difference
 from .messages import (
@@ -298,7 +300,7 @@ class _Work:
             case Beat():
                 self.beat(seat, who, message)
             case Report():
-                self.report(who, replace(message, member=member))
+                self.report(who, structs.replace(message, member=member))
             case Paired(member=other) if other in state.there:
                 self.change(pairs=state.pairs | {(member, other)})
             case Ready() if member in state.newcomers:
@@ -472,7 +474,10 @@ class _Work:
                 self.send(who, Suspect(member=other, op=seat.beat.op, how=how, why=why))
                 # not again before its next heartbeat
                 self.change(
-                    seats={**self.state.seats, who: replace(seat, beat=replace(seat.beat, awaits=None))}
+                    seats={
+                        **self.state.seats,
+                        who: replace(seat, beat=structs.replace(seat.beat, awaits=None)),
+                    }
                 )
 
     def doubt(self, seat: Seat, other: Member) -> tuple[str, str] | None:
@@ -529,7 +534,7 @@ class _Work:
         """Send a process the decisions that it does not know."""
         for decided in self.state.decisions:
             if decided.decision.number >= number:
-                self.send(who, replace(decided, generation=self.state.generation))
+                self.send(who, structs.replace(decided, generation=self.state.generation))
 
     def ask(self) -> None:
         """Ask everyone who may take part for a report, once for each loss."""
@@ -546,7 +551,7 @@ class _Work:
         if state.asked_at is None or state.recovers:
             return
         reports = {
-            member: replace(
+            member: structs.replace(
                 report,
                 lost=tuple(sorted({*report.lost, *(each for each in state.missed if each != member)})),
             )

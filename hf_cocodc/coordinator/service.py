@@ -5,11 +5,13 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import LinkError, short, shown
-from ..net.channel import Channel, keep_alive, line_of
+from msgspec import structs
+
+from ..errors import LinkError, short
+from ..net.channel import Channel, keep_alive, line_of, object_of
 from ..net.keys import Keys
 from .caller import LONGEST_LINE
 from .entrance import Entrance, Limits, key_id
@@ -23,8 +25,7 @@ from .messages import (
     ToRegion,
     Ways,
     Welcome,
-    from_plain,
-    to_plain,
+    from_line,
 )
 from .runs import Hosted, Runs
 from .state import StateFile
@@ -102,7 +103,7 @@ class Coordinator:
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
         self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, say)
-        self._alive = line_of(to_plain(Alive()))
+        self._alive = line_of(Alive())
         self._alive_at = self._expire_at = loop.time()
         self._timer = loop.call_later(_TICK_S, self._tick)
 
@@ -153,11 +154,7 @@ class Coordinator:
             if connection.is_closed or not channel.num_lines or self._is_paused(connection):
                 break
             connection.allowance.left -= 1 + channel.next_bytes / _COUNTS_AS_ONE
-            message = channel.take_line()
-            if message is not None:
-                self._hear(connection, message)
-            elif not channel.ended:
-                self._note_bad(connection, "no JSON object")
+            self._hear(connection, channel.take_line())
         if channel.ended and not channel.num_lines:
             self._close(connection)
         self._watch(connection)
@@ -235,9 +232,9 @@ class Coordinator:
         if connection is None:
             return
         if isinstance(message, Welcome):
-            message = replace(message, relay=self._relay)
+            message = structs.replace(message, relay=self._relay)
         if self._line_of[0] is not message:  # many get the same
-            self._line_of = message, line_of(to_plain(message), 1 << 30)
+            self._line_of = message, line_of(message, 1 << 30)
         self._write(connection, self._line_of[1])
         if isinstance(message, Refuse) and not connection.is_closed:
             self._part(connection)
@@ -247,19 +244,20 @@ class Coordinator:
         connection.channel.finish()
         self._loop.call_later(_FAREWELL_S, self._close, connection)
 
-    def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _hear(self, connection: _Connection, line: bytes) -> None:
         match connection.purpose:
             case "":
-                self._hear_purpose(connection, message)
+                self._hear_purpose(connection, line)
             case "region" | "command":
-                self._hear_message(connection, message)
+                self._hear_message(connection, line)
             case "doctor":
-                self._hear_doctor(connection, message)
+                self._hear_doctor(connection, line)
 
-    def _hear_purpose(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _hear_purpose(self, connection: _Connection, line: bytes) -> None:
+        message = object_of(line) or {}
         name, purpose = message.get("run"), message.get("for")
         if not isinstance(name, str) or len(name) > 1000:
-            self._note_bad(connection, shown(message))
+            self._note_bad(connection, line[:200].decode(errors="replace"))
             return
         match purpose:
             case "region" | "command":
@@ -271,15 +269,15 @@ class Coordinator:
             case "doctor":
                 pass
             case _:
-                self._note_bad(connection, shown(message))
+                self._note_bad(connection, line[:200].decode(errors="replace"))
                 return
         connection.purpose, connection.name = purpose, name
 
-    def _hear_message(self, connection: _Connection, plain: dict[str, Any]) -> None:
+    def _hear_message(self, connection: _Connection, line: bytes) -> None:
         hosted = connection.hosted
         assert hosted is not None
         try:
-            message = from_plain(plain)
+            message = from_line(line)
         except LinkError as error:
             self._note_bad(connection, str(error))
             return
@@ -296,10 +294,11 @@ class Coordinator:
             return
         self._runs.came(hosted, connection.who, message)
 
-    def _hear_doctor(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _hear_doctor(self, connection: _Connection, line: bytes) -> None:
+        message = object_of(line) or {}
         region, report = message.get("region"), message.get("told")
         if type(region) is not int or not isinstance(report, dict) or len(str(report)) > _MOST_TOLD:
-            self._note_bad(connection, shown(message))
+            self._note_bad(connection, line[:200].decode(errors="replace"))
             return
         board = self._runs.on_board(connection.key, connection.name, region, report)
         answer = {"told": {str(each): content for each, content in board.items()}}

@@ -2,17 +2,20 @@
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+from msgspec import Struct
+
 from ..errors import InputError, LinkError, short
+from ..net.channel import line_of, object_of
 from ..net.letters import Member
 from ..settings.regions import MOST_REGIONS
-from .messages import PROTOCOL, Bye, Change, Decided, Place, Terms, from_plain, to_plain
+from .messages import PROTOCOL, Bye, Change, Decided, Place, Several, Terms, Text, Whole, from_line
 from .rules import DURABLE, RETURN_S, VOID_S, Run
 
 _RETURN_S = 20.0
@@ -28,31 +31,30 @@ _WAY_OUT = (
 _HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
+class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `rules.DURABLE` names, and `compared` if it has changed since the line before. `key` is the id of the secret."""
 
-    key: str
-    name: str
-    run: str
-    generation: int
+    key: Text
+    name: Text
+    run: Text
+    generation: Whole
     terms: Terms
-    members: tuple[Member, ...]
-    hosts: tuple[Place, ...]
-    losses: int
-    lost: tuple[int, ...]
-    decisions: tuple[Decided, ...]
-    changes: int
-    applied: int
-    announced: tuple[Change, ...]
-    tickets: int
+    members: Several[Member]
+    hosts: Several[Place]
+    losses: Whole
+    lost: Several[Whole]
+    decisions: Several[Decided]
+    changes: Whole
+    applied: Whole
+    announced: Several[Change]
+    tickets: Whole
     ended: Bye | None
     recovers: bool
-    known: tuple[Member, ...]
+    known: Several[Member]
     compared: dict[str, Any] | None = None
 
 
-_KINDS = {"SavedRun": SavedRun}
+_decoder = msgspec.json.Decoder(SavedRun)
 
 
 class StateFile:
@@ -111,7 +113,7 @@ class StateFile:
         fields["lost"] = tuple(sorted(state.lost)[-MOST_REGIONS:])
         fields["known"] = tuple(sorted(state.known))
         saved = SavedRun(key=key, **fields, compared=dict(compared) if is_new else None)
-        return json.dumps(to_plain(saved)).encode() + b"\n"
+        return line_of(saved, 1 << 40)
 
     def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
         """The newest state of each run."""
@@ -121,12 +123,11 @@ class StateFile:
                 self.news.append(f"ignored the unfinished line {number} of {self._path}")
                 break
             try:
-                content = json.loads(line)
                 if number == 1:
-                    self._check_head(content)
+                    self._check_head(object_of(line))
                     continue
-                saved = from_plain(content, _KINDS)
-            except (ValueError, LinkError) as error:
+                saved: SavedRun = from_line(line, _decoder)
+            except LinkError as error:
                 raise self._damaged(number, error) from error
             before = states.pop((saved.key, saved.name), None)
             if before is None and saved.compared is None:
@@ -134,8 +135,8 @@ class StateFile:
             states[saved.key, saved.name] = _state_of(saved, before)
         return states
 
-    def _check_head(self, content: Any) -> None:
-        if not isinstance(content, dict) or content.keys() != _HEAD.keys():
+    def _check_head(self, content: dict[str, Any] | None) -> None:
+        if content is None or content.keys() != _HEAD.keys():
             raise InputError(
                 f"--state {short(self._path, 200)} is not a file of a coordinator. Name another file; a new one is made."
             )
@@ -158,7 +159,7 @@ class StateFile:
         file = new.open("wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(json.dumps(_HEAD).encode() + b"\n")
+            file.write(line_of(_HEAD))
             for (key, _), state in self._newest.items():
                 file.write(self._line(key, state))
             file.flush()

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from msgspec import structs
+
 from ..coordinator.messages import (
     Announce,
     Ask,
@@ -215,7 +217,7 @@ def back(part: Part, compared: Mapping[str, Any]) -> Back:
 def beat(part: Part, said: Beat) -> Beat:
     """A heartbeat, from what the process itself says of its waits and its training."""
     call = part.in_hand
-    return replace(
+    return structs.replace(
         said,
         op=0 if call is None else call.number,
         awaits=None if call is None else said.awaits,

@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from ..coordinator.messages import (
@@ -288,7 +288,7 @@ class TcpLink:
         return all_records
 
     def landed(self, arrival: Arrival) -> None:
-        self.beat, self.landed_at = replace(self.beat, landed_at=self._step), time.monotonic()
+        self.beat, self.landed_at = structs.replace(self.beat, landed_at=self._step), time.monotonic()
         if self.standing is Standing.MEMBER and self.is_elastic and arrival.trailers:
             self._feed(rules.Landed(min(each.knows for each in arrival.trailers), arrival.changes))
             self._has_moved = True
@@ -721,7 +721,7 @@ class TcpLink:
             since = [each.awaited_at for each in self._pending]
         blocked = [at for at in since if at is not None]
         late_since, region = waits.late_since, waits.region
-        said = replace(
+        said = structs.replace(
             self.beat,
             step=self._step,
             awaits=region,

@@ -1,6 +1,5 @@
 """One end of a TCP connection that carries messages, one JSON object a line, and never waits."""
 
-import json
 import logging
 import os
 import socket
@@ -8,9 +7,11 @@ import ssl
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from ..errors import shown
 from .keys import Identity
 
 logger = logging.getLogger(__name__)
@@ -164,9 +165,9 @@ class Channel:
             self._received, self._skips = bytearray(), True
         self.has_skipped = self.has_skipped or self._skips
 
-    def take_line(self) -> dict[str, Any] | None:
-        """The message of the first line; None if it is no message."""
-        return _message(self._lines.popleft())
+    def take_line(self) -> bytes:
+        """The first line that has come."""
+        return self._lines.popleft()
 
     def finish(self) -> None:
         """Send nothing more than what was written. The other end has taken it all once it closes the connection too."""
@@ -191,22 +192,28 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def line_of(message: Mapping[str, Any], longest: int = MAX_LINE) -> bytes:
-    """A message as a line. Raises ValueError if it is too long."""
-    line = json.dumps(message).encode() + b"\n"
+def line_of(message: Any, longest: int = MAX_LINE) -> bytes:
+    """A message, or another value that JSON can express, as a line. Raises ValueError if it is too long."""
+    line = _encoder.encode(message) + b"\n"
     if len(line) > longest:
         raise ValueError(f"a message of {len(line)} bytes is longer than a line of {longest} bytes")
     return line
 
 
-def _message(line: bytes | bytearray) -> dict[str, Any] | None:
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is none."""
     try:
-        message = json.loads(line)
-        if b"\\ud" in line.lower():
-            json.dumps(message, ensure_ascii=False).encode()  # half of a character could not be shown
+        return _objects.decode(line)
     except (ValueError, RecursionError):
         return None
-    return message if isinstance(message, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """What libraries derive from a string or a number, such as torch its version."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{shown(value)} cannot be sent")
 
 
 def _close_copies() -> None:
@@ -214,5 +221,7 @@ def _close_copies() -> None:
         copy.close()
 
 
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_objects = msgspec.json.Decoder(dict[str, Any])
 _ours: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_copies)

@@ -8,11 +8,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from ..coordinator.caller import error_of
 from ..coordinator.client import Client
@@ -430,7 +432,7 @@ class RegionSession:
         """Let `hf-cocodc status` know what this region does besides training."""
         donated = ", ".join(f"region {each.region}" for each in self._donations)
         doing = "leaves" if self.leaves else f"sends a base to {donated}" if donated else ""
-        self.link.beat = replace(self.link.beat, doing=doing)
+        self.link.beat = structs.replace(self.link.beat, doing=doing)
 
     def end(self, bye: Bye) -> None:
         """Call before the link is closed in good order; the link then says `bye`."""

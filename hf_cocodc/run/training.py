@@ -4,12 +4,13 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
+from msgspec import structs
 from torch import nn
 
 from .. import __version__
@@ -90,7 +91,7 @@ class Training:
         self.endings = Endings(link, when_one_ends, self.max_steps)
         self.engine = engine_for(self.model, self.config, link, self.journal, saved, self._is_bounded)
         if self.session is not None:
-            self.session.link.beat = replace(self.session.link.beat, max_steps=self.max_steps or 0)
+            self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
         self._go_on(saved)
 
     def load(self, saved: Saved) -> None:

@@ -121,9 +121,9 @@ def overhear(folder: Path) -> None:
 
     line_of = caller.line_of
 
-    def said(message: dict[str, Any], *limits: int) -> bytes:
+    def said(message: Any, *limits: int) -> bytes:
         line = line_of(message, *limits)
-        if "hf_cocodc" in message:
+        if isinstance(message, dict) and "hf_cocodc" in message:
             with (folder / GREETINGS).open("ab") as file:
                 file.write(line)
         return line

@@ -23,7 +23,8 @@ from typing import Any
 
 from hf_cocodc.coordinator.caller import ConnectionEnded, CoordinatorConnection
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.messages import Alive, Back, Place, Terms, to_plain
+from hf_cocodc.coordinator.messages import Alive, Back, Place, Terms
+from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Member
 from hf_cocodc.parts.guard import WARM_UP
@@ -157,7 +158,7 @@ def calls_again(run: Run) -> Iterator[None]:
         connection.send(back)
         with contextlib.suppress(ConnectionEnded):  # the coordinator has told it what it has to know
             while (message := connection.receive(2.0)) is not None and not isinstance(message, Alive):
-                _note(run, json.dumps(to_plain(message)))
+                _note(run, line_of(message).decode().strip())
     yield
 
 

@@ -3,10 +3,10 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from hf_cocodc.coordinator import caller
 from hf_cocodc.coordinator.caller import CoordinatorConnection
@@ -187,7 +187,7 @@ def test_an_outage_is_one_warning_and_one_line_when_it_is_over(caplog: pytest.Lo
 def test_a_region_whose_run_is_over_hears_so_and_calls_no_more() -> None:
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
-    a.welcome = replace(a.welcome, run="another")
+    a.welcome = structs.replace(a.welcome, run="another")
     assert a.client._connection is not None
     a.client._connection.channel.socket.shutdown(socket.SHUT_RDWR)
     assert a.wait_for(Refuse).error == "RunOver"

@@ -17,7 +17,7 @@ import pytest
 from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
-from hf_cocodc.coordinator.messages import Beat, Post, Posted, to_plain
+from hf_cocodc.coordinator.messages import Beat, Post, Posted
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError
 from hf_cocodc.net.channel import line_of
@@ -346,12 +346,12 @@ def flood(address: str, region: int) -> None:
     """Send messages of another run as fast as the coordinator takes them: sound ones, or nonsense."""
     connection = CoordinatorConnection(address, "flood", "region", OTHER)
     connection.send(hello(region))
-    line = to_plain(Beat(step=1)) if region else {"kind": "Nonsense", "x": "y" * 100}
+    line = Beat(step=1) if region else {"kind": "Nonsense", "x": "y" * 100}
     while not connection.channel.ended:
         if connection.channel.unsent_since is None:
             connection.send_plain(line)
         else:
-            connection.receive_plain(0.01)
+            connection.receive_line(0.01)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+from msgspec import structs
+
 from hf_cocodc.coordinator.messages import (
     Back,
     Beat,
@@ -108,10 +110,10 @@ def test_new_regions_of_a_run_that_has_died_begin_anew() -> None:
         world.do(Ended(who))
     world.later(VOID_S)
     for who in (3, 4):
-        world.do(Came(who, replace(hello(who - 3, elastic=True), token=f"new{who}")))
+        world.do(Came(who, structs.replace(hello(who - 3, elastic=True), token=f"new{who}")))
     assert isinstance(world.last(3), Welcome) and isinstance(world.last(4), Welcome)
     assert world.state.run != old and world.state.generation == 2
-    world.do(Came(5, replace(world.back(1), run=old)))
+    world.do(Came(5, structs.replace(world.back(1), run=old)))
     assert isinstance(world.last(5), Refuse) and world.last(5).error == "RunOver"
 
 
@@ -136,7 +138,7 @@ def test_all_regions_of_a_run_that_has_died_are_started_again_at_once_also_one_t
     for who in (1, 2):
         world.do(Ended(who))
     for who in (3, 4):
-        world.do(Came(who, replace(hello(who - 3, elastic=True), token=f"new{who}")))
+        world.do(Came(who, structs.replace(hello(who - 3, elastic=True), token=f"new{who}")))
     assert isinstance(world.last(4), Waiting)
     world.later(VOID_S)
     for who in (3, 4):
@@ -153,16 +155,16 @@ def test_a_newcomer_that_came_before_all_members_died_makes_room_for_the_new_run
         world.state, members=world.state.members[:1]
     )  # region 1 was lost, and is started again
     world.do(Ended(2))
-    world.do(Came(3, replace(hello(1, elastic=True), token="again")))
+    world.do(Came(3, structs.replace(hello(1, elastic=True), token="again")))
     assert isinstance(world.last(3), Welcome) and world.last(3).joins
     world.do(Ended(1))
-    world.do(Came(4, replace(hello(0, elastic=True), token="anew")))
+    world.do(Came(4, structs.replace(hello(0, elastic=True), token="anew")))
     assert not isinstance(world.last(3), Refuse), "region 0 may only be on its way back"
     world.later(VOID_S)
     assert isinstance(world.last(3), Refuse) and world.last(3).error == "RunOver"
     assert "Start region 1 again, too." in world.last(3).why
     world.do(Ended(3))
-    world.do(Came(5, replace(hello(1, elastic=True), token="once more")))
+    world.do(Came(5, structs.replace(hello(1, elastic=True), token="once more")))
     welcome = world.last(4)
     assert (
         isinstance(welcome, Welcome)
@@ -173,7 +175,7 @@ def test_a_newcomer_that_came_before_all_members_died_makes_room_for_the_new_run
 
 def newcomer(world: World, who: int, region: int = 2) -> Member:
     """A newcomer that is announced: it is ready, and connected to all."""
-    world.do(Came(who, replace(hello(region, elastic=True, join=True, count=2), token=f"token{who}")))
+    world.do(Came(who, structs.replace(hello(region, elastic=True, join=True, count=2), token=f"token{who}")))
     welcome = world.last(who)
     assert isinstance(welcome, Welcome) and welcome.joins
     for other, each in list(world.state.seats.items()):
@@ -188,7 +190,7 @@ def newcomer(world: World, who: int, region: int = 2) -> Member:
 def of_three() -> World:
     world = World()
     world.meet(elastic=True)
-    world.state = replace(world.state, terms=replace(world.state.terms, most=3))
+    world.state = replace(world.state, terms=structs.replace(world.state.terms, most=3))
     return world
 
 
@@ -197,7 +199,7 @@ def test_an_announced_newcomer_that_calls_again_is_still_announced() -> None:
     world = of_three()
     me = newcomer(world, 3)
     world.do(Ended(3))
-    world.do(Came(4, replace(world.back(3), is_member=False)))
+    world.do(Came(4, structs.replace(world.back(3), is_member=False)))
     world.do(Ended(4))
     assert not any(isinstance(each, Gone) for who in (1, 2) for each in world.sent[who])
     assert me in world.state.expected
@@ -269,7 +271,7 @@ def test_members_have_time_to_find_a_coordinator_that_was_started_again() -> Non
     world.later(14.0)
     assert world.state.losses == 0
     world.do(Came(5, backs[2]))
-    world.do(Came(5, replace(report, member=backs[2].member, lost=())))
+    world.do(Came(5, structs.replace(report, member=backs[2].member, lost=())))
     assert world.state.losses == 1 and world.state.members == (backs[1].member, backs[2].member)
 
 

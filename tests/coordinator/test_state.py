@@ -138,9 +138,9 @@ def test_a_damaged_line_is_refused_with_its_number_and_a_way_out(damage: bytes, 
 
 def test_a_file_of_something_else_or_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    for content, why in (('{"a": 1}\n', "not a file of a coordinator"), ("text\n", "damaged")):
+    for content in ('{"a": 1}\n', "text\n"):
         path.write_text(content)
-        with pytest.raises(InputError, match=why):
+        with pytest.raises(InputError, match="not a file of a coordinator"):
             StateFile(path)
         assert path.read_text() == content
     path.write_text('{"hf_cocodc state": 1, "protocol": 2}\n')

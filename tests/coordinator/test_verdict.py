@@ -6,16 +6,17 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from hf_cocodc.coordinator.messages import Decided, Decision, Report, from_plain, to_plain
+from hf_cocodc.coordinator.messages import Decided, Decision, Report, from_line
 from hf_cocodc.coordinator.verdict import settle
 from hf_cocodc.errors import LinkError
+from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.letters import Member
 
 
@@ -91,8 +92,8 @@ def test_a_newcomer_is_heard_once_it_takes_part() -> None:
     assert settle([report(A, C, has=True, **inside), report(B, C, **inside), early]).done == 4
     begins = report(D, C, first=5, done=4, has=True, **inside)
     assert settle([report(A, C, has=True, **inside), begins]).done == 5
-    assert settle([report(A, C, has=True, **inside), replace(begins, has=False)]).done == 4
-    assert settle([report(A, C, has=True, **inside), replace(begins, done=0)]).done == 5
+    assert settle([report(A, C, has=True, **inside), structs.replace(begins, has=False)]).done == 4
+    assert settle([report(A, C, has=True, **inside), structs.replace(begins, done=0)]).done == 5
     follows = report(D, C, first=0, done=0, members=())
     assert settle([report(A, C), follows]) == Decision(number=0, members=(A,), lost=(B, C), done=4)
     assert settle([report(A, C, **inside), follows]).members == (A, D)
@@ -104,7 +105,7 @@ def test_who_is_about_to_leave_is_not_asked_for_what_comes_after() -> None:
     """Others may have completed, without it, what it does not hold."""
     leaves = report(C, B, done=3, has=True, last=4)
     assert settle([report(A, B, has=True), leaves]).done == 5
-    assert settle([report(A, B, done=3, has=True), replace(leaves, has=False)]).done == 3
+    assert settle([report(A, B, done=3, has=True), structs.replace(leaves, has=False)]).done == 3
 
 
 members_of = st.integers(0, 4).map(lambda region: Member(region, region % 3))
@@ -145,7 +146,7 @@ def test_invariants(reports: list[Report], chance: random.Random) -> None:
     chance.shuffle(mixed)
     assert settle(mixed) == found
     for each in (*reports, Decided(generation=1, decision=found)):
-        assert from_plain(json.loads(json.dumps(to_plain(each)))) == each
+        assert from_line(line_of(each)) == each
     kept = {each.member: each for each in reports if each.member in found.members}
     assert kept.keys() == set(found.members) and kept
     assert not any(set(each.lost) & kept.keys() for each in kept.values())
@@ -164,9 +165,9 @@ def test_what_is_no_report_is_refused() -> None:
         [],
         {},
         {"kind": "Report", "number": 1},
-        {**to_plain(report(A)), "lost": [[1]]},
-        {**to_plain(report(A)), "new": 1},
-        {**to_plain(report(A)), "kind": "Word"},
+        {**json.loads(line_of(report(A))), "lost": [[1]]},
+        {**json.loads(line_of(report(A))), "new": 1},
+        {**json.loads(line_of(report(A))), "kind": "Word"},
     ):
         with pytest.raises(LinkError, match="is no message of a region of this version"):
-            from_plain(said)
+            from_line(line_of(said))

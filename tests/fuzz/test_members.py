@@ -15,23 +15,23 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hf_cocodc.coordinator import messages, rules
 from hf_cocodc.coordinator.messages import (
     KINDS,
-    Back,
     Decided,
     Decision,
     Hello,
     Posted,
     Terms,
-    from_plain,
-    to_plain,
+    from_line,
 )
 from hf_cocodc.coordinator.rules import Came, Ended, Run, SendTo, Tick
 from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.link import rules as links
 from hf_cocodc.link.rules import Call, Part, Standing
+from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.validation import MOST
 from hf_cocodc.net.wire import _count_in
@@ -53,8 +53,9 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if kind is Any or kind is dict or get_origin(kind) is dict:
         return st.dictionaries(st.sampled_from(NAMES), PLAIN, max_size=2)
     if kind is Member:
-        tickets = st.sampled_from([0, 1, 2, 3, -1, 7, MOST >> 1])
-        return st.sampled_from([ME, OTHER, NEW]) | st.builds(Member, values(int), tickets)
+        tickets = st.sampled_from([0, 1, 2, 3, 7, MOST >> 1])
+        regions = st.sampled_from([0, 1, 2, 3, 7, MOST])
+        return st.sampled_from([ME, OTHER, NEW]) | st.builds(Member, regions, tickets)
     if kind is _Few:
         return st.integers(1, 3)
     if kind is int:
@@ -72,7 +73,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
     if kind is Terms:
         hints |= dict.fromkeys(("count", "most"), _Few)
-    if kind is Back:
+    if "generation" in hints:
         hints |= {"generation": _Few}
     if issubclass(kind, tuple):
         return st.builds(kind, *(values(each) for each in hints.values()))
@@ -87,27 +88,30 @@ def some(union: Any) -> st.SearchStrategy[Any]:
 MESSAGES = st.sampled_from(sorted(KINDS)).flatmap(lambda name: values(KINDS[name]))
 
 
+def plain_of(message: Any) -> dict[str, Any]:
+    return dict(json.loads(line_of(message)))
+
+
 @given(MESSAGES)
 def test_messages_cross_as_they_are(message: Any) -> None:
     """Every message whose numbers lie in their ranges."""
-    said = json.dumps(to_plain(message))
-    assert json.dumps(to_plain(from_plain(json.loads(said)))) == said
+    assert from_line(line_of(message)) == message
 
 
 @given(MESSAGES, st.dictionaries(st.sampled_from([*NAMES, "member", "terms", "members"]), PLAIN, max_size=3))
 def test_changed_messages(message: Any, changed: dict[str, Any]) -> None:
     """A message that says what was said, or LinkError."""
-    plain = {**to_plain(message), **changed}
+    plain = {**plain_of(message), **changed}
     with contextlib.suppress(LinkError):
-        found = to_plain(from_plain(plain))
-        assert found.keys() >= plain.keys()
-        assert to_plain(from_plain(found)).keys() == found.keys()
+        found = from_line(json.dumps(plain).encode())
+        assert plain_of(found).keys() >= plain.keys()
+        assert from_line(line_of(found)) == found
 
 
 @given(PLAIN | st.dictionaries(st.sampled_from(NAMES), PLAIN) | st.just([]))
 def test_what_is_no_message(plain: Any) -> None:
     with contextlib.suppress(LinkError):
-        from_plain(plain)
+        from_line(json.dumps(plain).encode())
         raise AssertionError(f"{plain} is believed")
 
 
@@ -115,9 +119,31 @@ def test_what_is_no_message(plain: Any) -> None:
 @pytest.mark.parametrize("name", ["count", "most"])
 def test_a_number_of_regions_that_no_run_has(name: str, number: int) -> None:
     """The coordinator goes through all of them: it would take its time, and its memory."""
-    hello = to_plain(Hello(region=0, join=False, host="h", machine="m", token="t", terms=TERMS, compared={}))
+    hello = plain_of(Hello(region=0, join=False, host="h", machine="m", token="t", terms=TERMS, compared={}))
     with pytest.raises(LinkError, match="is no message"):
-        from_plain({**hello, "terms": {**hello["terms"], name: number}})
+        from_line(line_of({**hello, "terms": {**hello["terms"], name: number}}))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind": "Beat", "waited_s": NaN}',
+        b'{"kind": "Beat", "waited_s": 1e400}',
+        b'{"kind": "Beat", "step": 9007199254740992}',
+        b'{"kind": "Beat", "step": true}',
+        b'{"kind": "Beat", "members": [[-1, 0]]}',
+        b'{"kind": "Beat", "members": [%s[0, 0]]}' % (b"[0, 0], " * 1024),
+        b'{"kind": "Note", "text": "%s"}' % (b"x" * 100_001),
+        b'{"kind": "Note", "text": "\\ud800"}',
+        b'{"kind": "Note", "text": "\xff"}',
+        b'{"kind": "StopAt", "number": 1, "step": 1, "whys": {"x": %s}}' % (b"[" * 100_000),
+        b"[" * 100_000,
+    ],
+    ids=range(11),
+)
+def test_what_no_bound_allows(line: bytes) -> None:
+    with pytest.raises(LinkError, match="is no message"):
+        from_line(line)
 
 
 # ---- the coordinator's rules
@@ -126,7 +152,7 @@ def test_a_number_of_regions_that_no_run_has(name: str, number: int) -> None:
 def begun(elastic: bool) -> Run:
     """A run of two regions that trains; connections 0 and 1 are theirs."""
     state = Run(name="run")
-    terms = replace(TERMS, elastic=elastic)
+    terms = structs.replace(TERMS, elastic=elastic)
     for region in range(2):
         hello = Hello(
             region=region, join=False, host="h", machine="m", token=f"t{region}", terms=terms, compared={}
@@ -158,7 +184,7 @@ def test_what_the_coordinator_hears(elastic: bool, said: list[tuple[int, Any, fl
         state, effects = rules.step(state, event, now)
         for effect in effects:
             if isinstance(effect, SendTo):
-                from_plain(json.loads(json.dumps(to_plain(effect.message))))
+                from_line(line_of(effect.message))
         assert not {seat.member.ticket for seat in state.seats.values()} & state.lost
         assert len({seat.member for seat in state.seats.values()}) == len(state.seats)
         numbers = [each.number for each in state.announced]
@@ -203,7 +229,7 @@ def test_what_a_member_hears_and_does(elastic: bool, standing: Standing, events:
     roster = (ME, OTHER) if standing is Standing.MEMBER else ()
     part = Part(
         me=ME,
-        terms=replace(TERMS, elastic=elastic),
+        terms=structs.replace(TERMS, elastic=elastic),
         standing=standing,
         roster=roster,
         hosts=dict.fromkeys((ME, OTHER), ""),
@@ -230,7 +256,7 @@ def test_what_a_member_hears_and_does(elastic: bool, standing: Standing, events:
             assert numbers == list(range(part.changes + 1, part.knows + 1))
         for each in effects:
             if isinstance(each, links.Send):
-                assert from_plain(json.loads(json.dumps(to_plain(each.message)))) == each.message
+                assert from_line(line_of(each.message)) == each.message
 
 
 # ---- a real link

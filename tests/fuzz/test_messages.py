@@ -26,7 +26,7 @@ from hf_cocodc.coordinator.messages import PROTOCOL
 from hf_cocodc.errors import CheckpointError, InputError, LinkError
 from hf_cocodc.link.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.link.records import ROW, Trailer, from_row, to_row
-from hf_cocodc.net.channel import Channel
+from hf_cocodc.net.channel import Channel, object_of
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
 from hf_cocodc.net.letters import Member
@@ -123,7 +123,7 @@ def test_lines_of_a_channel(said: bytes) -> None:
         while not channel.ended:
             channel.receive()
         while channel.num_lines:
-            message = channel.take_line()
+            message = object_of(channel.take_line())
             assert message is None or json.dumps(message, ensure_ascii=False).encode()
         channel.close()
 

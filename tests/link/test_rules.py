@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from hf_cocodc.coordinator.messages import (
     Announce,
     Ask,
@@ -413,7 +415,7 @@ def test_who_enters_connects_to_all() -> None:
     part = enter(welcome, Terms(count=3, elastic=True))
     assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)
     assert part.meeting == {*ALL} and part.generation == 4 and part.members == (NEW,)
-    assert enter(replace(welcome, me=A, joins=False), part.terms).roster == ALL
+    assert enter(structs.replace(welcome, me=A, joins=False), part.terms).roster == ALL
 
 
 def test_a_newcomer_is_connected_once_and_told_again_of_it() -> None:
@@ -482,7 +484,7 @@ def test_a_suspect_is_missed_only_while_it_is_awaited() -> None:
     process = Process()
     process.do(Made("one"))
     suspect = Suspect(member=B, op=1, how="late", why="it is late")
-    for message, awaits in ((suspect, None), (suspect, 2), (replace(suspect, op=2), 1)):
+    for message, awaits in ((suspect, None), (suspect, 2), (structs.replace(suspect, op=2), 1)):
         assert process.do(HeardFrom(message, awaits)) == []
     assert process.do(HeardFrom(suspect, 1)) == [Abandon(), report(lost=(B,), whys=("it is late",))]
     assert process.do(decided(0, 0, B))[0] == Drop(B, "it is cut off", is_late=True)

@@ -1,8 +1,10 @@
 """What `link/tcp.py` and the client do around the rules of a link, in virtual time."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import structs
 
 from hf_cocodc import errors
 from hf_cocodc.coordinator.messages import (
@@ -369,7 +371,7 @@ class Shell(Actor):
             blocked_s=self.blocked_s,
         )
         beat = rules.beat(self.part, said)
-        same = replace(beat, step=0, op=0) == replace(self._last_beat, step=0, op=0)
+        same = structs.replace(beat, step=0, op=0) == structs.replace(self._last_beat, step=0, op=0)
         if waits or not same or now - self._beat_at >= KEEP_S:
             self._last_beat, self._beat_at = beat, now
             self.send(beat)

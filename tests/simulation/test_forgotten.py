@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hf_cocodc.coordinator import rules as coordinator
 from hf_cocodc.coordinator.messages import (
@@ -65,7 +66,7 @@ def test_a_newcomer_that_the_members_count_already_is_not_announced_again() -> N
     """It has yet to make the step at which it comes in, and calls as a newcomer."""
     state = Run(name="run")
     places = tuple(Place(each, "") for each in (*MEMBERS, NEWCOMER))
-    backs = [replace(_back(each, True, 0), changes=1, members=places) for each in MEMBERS]
+    backs = [structs.replace(_back(each, True, 0), changes=1, members=places) for each in MEMBERS]
     for who, back in enumerate((_back(NEWCOMER, False, 0), *backs)):
         state, _ = coordinator.step(state, Came(who, back), 0.0)
     assert not state.recovers and state.changes == 1
@@ -78,9 +79,9 @@ def test_a_coordinator_waits_for_nobody_that_has_come_and_left(tells: Member) ->
     gone = Member(4, 9)
     announced = Change(number=1, kind="join", member=gone), Change(number=2, kind="leave", member=gone)
     state = Run(name="run")
-    backs = [replace(_back(each, True, 0), changes=2) for each in MEMBERS if each != tells]
+    backs = [structs.replace(_back(each, True, 0), changes=2) for each in MEMBERS if each != tells]
     for who, back in enumerate(
-        (replace(_back(tells, tells != NEWCOMER, 0), changes=0, announced=announced), *backs)
+        (structs.replace(_back(tells, tells != NEWCOMER, 0), changes=0, announced=announced), *backs)
     ):
         state, _ = coordinator.step(state, Came(who, back), 0.0)
     assert not state.recovers and state.members == MEMBERS and state.changes == 2 and not state.announced
@@ -93,7 +94,7 @@ def test_a_coordinator_waits_for_no_member_whose_loss_one_of_the_others_knows(or
     )
     backs = [
         _back(FIRST, True, 0),
-        replace(_back(SECOND, True, 1), decisions=(decided,)),
+        structs.replace(_back(SECOND, True, 1), decisions=(decided,)),
         _back(NEWCOMER, False, 0),
     ]
     state = Run(name="run")
@@ -105,9 +106,9 @@ def test_a_coordinator_waits_for_no_member_whose_loss_one_of_the_others_knows(or
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_leave_that_only_a_newcomer_counts_already(order: tuple[int, ...]) -> None:
     leave = Change(number=1, kind="leave", member=THIRD)
-    backs = [replace(_back(each, True, 0), announced=(leave,)) for each in (FIRST, SECOND)]
+    backs = [structs.replace(_back(each, True, 0), announced=(leave,)) for each in (FIRST, SECOND)]
     rest = tuple(Place(each, "") for each in (FIRST, SECOND))
-    backs.append(replace(_back(NEWCOMER, False, 0), changes=1, members=rest))
+    backs.append(structs.replace(_back(NEWCOMER, False, 0), changes=1, members=rest))
     state = Run(name="run")
     for who in order:
         state, _ = coordinator.step(state, Came(who, backs[who]), 0.0)
@@ -123,7 +124,9 @@ def test_a_coordinator_whose_file_is_older_than_the_run_sends_its_newcomers_away
     hello = Hello(region=3, join=True, host="", machine="", token="t", terms=state.terms, compared={})
     state, _ = coordinator.step(state, Came(1, hello), 0.0)
     assert state.newcomers
-    state, effects = coordinator.step(state, Came(2, replace(_back(SECOND, True, 0), generation=2)), 0.0)
+    state, effects = coordinator.step(
+        state, Came(2, structs.replace(_back(SECOND, True, 0), generation=2)), 0.0
+    )
     assert state.recovers and not state.newcomers
     refused = [each for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refuse)]
     assert [(each.to, each.message.error) for each in refused] == [(1, "LeftBehind")]
