@@ -5,7 +5,7 @@ What is received is checked: each value has its type and range, and there are no
 """
 
 import sys
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -55,14 +55,14 @@ class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grace_is_auto: bool = False
 
 
-class _Message(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
-    pass
+class Message(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """Whatever is sent by itself."""
 
 
 # ---- from regions -------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, kw_only=True):
+class Hello(Message, frozen=True, kw_only=True):
     """A new process of a region.
 
     Attributes:
@@ -105,7 +105,7 @@ class Decision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     done: Whole
 
 
-class Decided(_Message, frozen=True, kw_only=True):
+class Decided(Message, frozen=True, kw_only=True):
     """A decision counts. `whys` has the reason for the loss of each of `decision.lost`, in words."""
 
     generation: _Generation
@@ -113,7 +113,7 @@ class Decided(_Message, frozen=True, kw_only=True):
     whys: Several[Text] = ()
 
 
-class Back(_Message, frozen=True, kw_only=True):
+class Back(Message, frozen=True, kw_only=True):
     """A process that was connected before: its connection or the coordinator had gone. It tells what it knows.
 
     Attributes:
@@ -142,7 +142,7 @@ class Back(_Message, frozen=True, kw_only=True):
                 raise ValueError(f"{ticket} is too high for a ticket")
 
 
-class Beat(_Message, frozen=True, kw_only=True):
+class Beat(Message, frozen=True, kw_only=True):
     """A heartbeat, about every second.
 
     Attributes:
@@ -173,7 +173,7 @@ class Beat(_Message, frozen=True, kw_only=True):
     max_steps: Whole = 0
 
 
-class Report(_Message, frozen=True, kw_only=True):
+class Report(Message, frozen=True, kw_only=True):
     """What a member says about itself when a member is lost. Until the decision it completes no further operation.
 
     Attributes:
@@ -199,51 +199,51 @@ class Report(_Message, frozen=True, kw_only=True):
         return 0 < self.first <= operation and (self.last is None or operation <= self.last)
 
 
-class Paired(_Message, frozen=True, kw_only=True):
+class Paired(Message, frozen=True, kw_only=True):
     """The connections for transfers with another process are there."""
 
     member: Member
 
 
-class Ways(_Message, frozen=True, kw_only=True):
+class Ways(Message, frozen=True, kw_only=True):
     """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `net.pairs.Pair`)."""
 
     regions: Several[Whole]
     ways: Several[Text]
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+class Ready(Message, frozen=True, kw_only=True):
     """A newcomer is less than one interval behind."""
 
 
-class Leave(_Message, frozen=True, kw_only=True):
+class Leave(Message, frozen=True, kw_only=True):
     """A member wants to leave; it has said so in its trailers."""
 
 
-class Heard(_Message, frozen=True, kw_only=True):
+class Heard(Message, frozen=True, kw_only=True):
     """A region has heard that it is to leave."""
 
 
-class Stop(_Message, frozen=True, kw_only=True):
+class Stop(Message, frozen=True, kw_only=True):
     """A region must stop: all shall, at one step."""
 
     why: Text
 
 
-class Promise(_Message, frozen=True, kw_only=True):
+class Promise(Message, frozen=True, kw_only=True):
     """A region does not pass the inner step `step` before it has the answer to question `number`."""
 
     number: Whole
     step: Whole
 
 
-class Note(_Message, frozen=True, kw_only=True):
+class Note(Message, frozen=True, kw_only=True):
     """Why a region is about to end, in words; others quote it."""
 
     text: Text
 
 
-class Post(_Message, frozen=True, kw_only=True):
+class Post(Message, frozen=True, kw_only=True):
     """A small message to another process of the run."""
 
     to: Member
@@ -251,7 +251,7 @@ class Post(_Message, frozen=True, kw_only=True):
     content: dict[str, Any]
 
 
-class Bye(_Message, frozen=True, kw_only=True):
+class Bye(Message, frozen=True, kw_only=True):
     """A region ends: it has "finished", "stopped" (all did), "left" or "failed". `place`: where its model lies, for people."""
 
     how: Text
@@ -262,14 +262,14 @@ class Bye(_Message, frozen=True, kw_only=True):
 # ---- from the coordinator -----------------------------------------------------------------------------------------
 
 
-class Waiting(_Message, frozen=True, kw_only=True):
+class Waiting(Message, frozen=True, kw_only=True):
     """A region waits: for regions that have not come (`absent`), or for the reason `why`."""
 
     absent: Several[Whole] = ()
     why: Text = ""
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """A region is in a run. `run` is unique to it.
 
     Attributes:
@@ -293,26 +293,26 @@ class Welcome(_Message, frozen=True, kw_only=True):
     relay: Whole | None = None
 
 
-class Resumed(_Message, frozen=True, kw_only=True):
+class Resumed(Message, frozen=True, kw_only=True):
     """The coordinator knows a process that has come back."""
 
     generation: _Generation
 
 
-class Refuse(_Message, frozen=True, kw_only=True):
+class Refuse(Message, frozen=True, kw_only=True):
     """The coordinator refuses a process, which raises `error`: one of those that `caller.error_of` knows."""
 
     error: Text
     why: Text
 
 
-class Ask(_Message, frozen=True, kw_only=True):
+class Ask(Message, frozen=True, kw_only=True):
     """Freeze, and report: decision `number` on a loss is sought."""
 
     number: Whole
 
 
-class Hears(_Message, frozen=True, kw_only=True):
+class Hears(Message, frozen=True, kw_only=True):
     """Whether the coordinator has a connection to a process. One without may call again.
 
     `cut`: the connection was reset, or nothing came through: that says nothing of the process.
@@ -323,7 +323,7 @@ class Hears(_Message, frozen=True, kw_only=True):
     cut: bool = False
 
 
-class Suspect(_Message, frozen=True, kw_only=True):
+class Suspect(Message, frozen=True, kw_only=True):
     """A member for which this one waits in operation `op` seems to be lost; `how`: "silent", "stuck", "late" or "cut"."""
 
     member: Member
@@ -332,38 +332,38 @@ class Suspect(_Message, frozen=True, kw_only=True):
     why: Text
 
 
-class Announce(_Message, frozen=True, kw_only=True):
+class Announce(Message, frozen=True, kw_only=True):
     """A change, for everybody."""
 
     generation: _Generation
     change: Change
 
 
-class Here(_Message, frozen=True, kw_only=True):
+class Here(Message, frozen=True, kw_only=True):
     """Another process wants to come in: connect to it."""
 
     place: Place
 
 
-class Gone(_Message, frozen=True, kw_only=True):
+class Gone(Message, frozen=True, kw_only=True):
     """A newcomer has gone before it came in."""
 
     member: Member
 
 
-class LeaveNow(_Message, frozen=True, kw_only=True):
+class LeaveNow(Message, frozen=True, kw_only=True):
     """An operator asks this region to leave."""
 
     why: Text
 
 
-class AskStop(_Message, frozen=True, kw_only=True):
+class AskStop(Message, frozen=True, kw_only=True):
     """Promise an inner step: see `Promise`."""
 
     number: Whole
 
 
-class StopAt(_Message, frozen=True, kw_only=True):
+class StopAt(Message, frozen=True, kw_only=True):
     """The answer to question `number`: all stop at inner step `step`; nobody, if it is 0. `whys`: why each region must stop."""
 
     number: Whole
@@ -371,14 +371,14 @@ class StopAt(_Message, frozen=True, kw_only=True):
     whys: dict[str, Any] = {}
 
 
-class Noted(_Message, frozen=True, kw_only=True):
+class Noted(Message, frozen=True, kw_only=True):
     """The note of another region."""
 
     region: Whole
     text: Text
 
 
-class Posted(_Message, frozen=True, kw_only=True):
+class Posted(Message, frozen=True, kw_only=True):
     """A message of another process."""
 
     sender: Member
@@ -386,7 +386,7 @@ class Posted(_Message, frozen=True, kw_only=True):
     content: dict[str, Any]
 
 
-class Over(_Message, frozen=True, kw_only=True):
+class Over(Message, frozen=True, kw_only=True):
     """The run has ended, or all regions have stopped; for newcomers. See `Bye`."""
 
     how: Text
@@ -394,28 +394,28 @@ class Over(_Message, frozen=True, kw_only=True):
     place: Text
 
 
-class Alive(_Message, frozen=True, kw_only=True):
+class Alive(Message, frozen=True, kw_only=True):
     """The coordinator lives; about every second."""
 
 
 # ---- from commands, and the answers -------------------------------------------------------------------------------
 
 
-class AskLeave(_Message, frozen=True, kw_only=True):
+class AskLeave(Message, frozen=True, kw_only=True):
     """`hf-cocodc leave`; answered with `Done` once the region has heard it."""
 
     region: Whole
 
 
-class Claim(_Message, frozen=True, kw_only=True):
+class Claim(Message, frozen=True, kw_only=True):
     """The lowest free number, for as long as this connection lives; answered with `Claimed` or `Refuse`."""
 
 
-class Claimed(_Message, frozen=True, kw_only=True):
+class Claimed(Message, frozen=True, kw_only=True):
     region: Whole
 
 
-class Done(_Message, frozen=True, kw_only=True):
+class Done(Message, frozen=True, kw_only=True):
     """What was asked is done."""
 
 
@@ -445,12 +445,8 @@ ToRegion = (
     | Claimed
     | Done
 )
-Message = FromRegion | FromCommand | ToRegion
-
-KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
-
-
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Message)
+AnyMessage = FromRegion | FromCommand | ToRegion
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(AnyMessage)
 
 
 def from_line(line: bytes, decoder: msgspec.json.Decoder[Any] = _decoder) -> Any:

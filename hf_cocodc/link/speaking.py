@@ -6,7 +6,6 @@ passed on is in `voice`. A rank is connected to its leader by a socket, and hear
 
 import contextlib
 import hmac
-import json
 import logging
 import os
 import queue
@@ -17,9 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ..coordinator.client import Client
-from ..coordinator.messages import KINDS, Back, Beat, Bye, Welcome, from_plain, to_plain
+from ..coordinator.messages import AnyMessage, Back, Beat, Bye, Message, Real, Welcome, from_line
 from ..errors import LinkError
+from ..net.channel import line_of
 from .group import RegionGroup
 from .voice import (
     LEADER,
@@ -37,16 +39,27 @@ from .voice import (
 
 logger = logging.getLogger(__name__)
 
-_KINDS = KINDS | {kind.__name__: kind for kind in (Holds, AllHold)}
 _MEET_S = 60.0
 _BEAT_S = 1.0
 _END_S = 2.0
 _LONGEST_GREETING = 200
-_HEARD, _AWAY = "heard_s", "away"
+
+
+class _SinceHeard(Message, frozen=True):
+    """The coordinator has said something so many seconds ago."""
+
+    seconds: Real
+
+
+class _Away(Message, frozen=True):
+    """The connection to the coordinator has gone."""
+
+
+_decoder = msgspec.json.Decoder(AnyMessage | Holds | AllHold | _SinceHeard | _Away)
 
 
 class RankLine:
-    """JSON lines between two ranks. Any thread may send; one receives."""
+    """Messages between two ranks, a JSON object a line. Any thread may send; one receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
@@ -54,16 +67,16 @@ class RankLine:
         self._socket, self._lines = connected, connected.makefile("rb")
         self._sending = threading.Lock()
 
-    def send(self, plain: Any) -> None:
+    def send(self, message: Any) -> None:
         """Does nothing once the other end has gone: whoever receives hears of that."""
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(plain).encode() + b"\n")
+            self._socket.sendall(line_of(message, 1 << 30))
 
     def receive(self) -> Any:
         """The next message; None once the other end has gone."""
         with contextlib.suppress(OSError, ValueError):
             line = self._lines.readline()
-            return json.loads(line) if line.endswith(b"\n") else None
+            return from_line(line, _decoder) if line.endswith(b"\n") else None
         return None
 
     def close(self) -> None:
@@ -173,7 +186,7 @@ class LeaderClient:
         """See `Client.start`. `on` is also called in a thread of this object."""
 
         def tell_away() -> None:
-            self._tell_all({_AWAY: True})
+            self._tell_all(_Away())
             away()
 
         self._on, self._beat = on, beat
@@ -198,13 +211,13 @@ class LeaderClient:
             self._thread.join(_END_S)
         self._client.close(bye)
         if bye is not None:
-            self._tell_all(to_plain(bye))
+            self._tell_all(bye)
         for line in self._lines.values():
             line.close()
 
     def _listen(self, rank: int, line: RankLine) -> None:
-        while (plain := line.receive()) is not None:
-            self._said.put((rank, from_plain(plain, _KINDS)))
+        while (message := line.receive()) is not None:
+            self._said.put((rank, message))
         self._said.put((rank, None))
 
     def _hear(self, message: Any) -> None:
@@ -251,19 +264,19 @@ class LeaderClient:
                 case ToCoordinator(message):
                     self._client.send(message)
                 case ToRank(rank, message):
-                    self._tell_all(to_plain(message), rank)
+                    self._tell_all(message, rank)
                     if rank in (None, LEADER):
                         own.append(message)
         return own
 
-    def _tell_all(self, plain: Any, rank: int | None = None) -> None:
+    def _tell_all(self, message: Any, rank: int | None = None) -> None:
         for other, line in self._lines.items():
             if rank in (None, other):
-                line.send(plain)
+                line.send(message)
 
     def _beat_of_all(self) -> Beat:
         own = self._beat()
-        self._tell_all({_HEARD: time.monotonic() - self.heard_at})
+        self._tell_all(_SinceHeard(time.monotonic() - self.heard_at))
         return beat_of_all_ranks({**self._beats, LEADER: own})
 
 
@@ -294,7 +307,7 @@ class RankClient:
             threading.Thread(target=work, name="hf_cocodc-rank", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        self._line.send(to_plain(message))
+        self._line.send(message)
 
     def hang_up(self, why: str) -> None:
         """The leader does."""
@@ -307,24 +320,23 @@ class RankClient:
 
     def _listen(self) -> None:
         self._has_ended = False
-        while (plain := self._line.receive()) is not None:
+        while (message := self._line.receive()) is not None:
             try:
-                self._take(plain)
+                self._take(message)
             except Exception:
                 logger.exception("a message of the leader cannot be heeded")
         if not self._has_ended and not self._closes.is_set():
             self._on(rank_ended(LEADER))
 
-    def _take(self, plain: Any) -> None:
-        if _HEARD in plain:
-            self.heard_at = time.monotonic() - plain[_HEARD]
-        elif _AWAY in plain:
-            self._away()
-        else:
-            message = from_plain(plain, _KINDS)
-            if isinstance(message, Bye):
-                self._has_ended = message.how != "failed"
-            else:
+    def _take(self, message: Any) -> None:
+        match message:
+            case _SinceHeard(seconds=seconds):
+                self.heard_at = time.monotonic() - seconds
+            case _Away():
+                self._away()
+            case Bye(how=how):
+                self._has_ended = how != "failed"
+            case _:
                 self._on(message)
 
     def _work(self) -> None:

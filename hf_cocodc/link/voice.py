@@ -16,30 +16,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..coordinator.messages import Ask, Beat, Decided, Note, Paired, Post, Posted, Report, Stop
+from msgspec import structs
+
+from ..coordinator.messages import (
+    Ask,
+    Beat,
+    Decided,
+    Message,
+    Note,
+    Paired,
+    Post,
+    Posted,
+    Report,
+    Stop,
+    Whole,
+)
 from ..net.letters import Member
 
 LEADER = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holds:
+class Holds(Message, frozen=True, kw_only=True):
     """A rank holds the result of an attempt, and knows that all regions do in its lane. Within a region only.
 
     `alone`: the leaders of all regions make this call, and no other rank.
     """
 
-    number: int
-    losses: int
+    number: Whole
+    losses: Whole
     alone: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllHold:
+class AllHold(Message, frozen=True, kw_only=True):
     """All ranks of all parties hold the result of an attempt: it is complete. Within a region only."""
 
-    number: int
-    losses: int
+    number: Whole
+    losses: Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +159,7 @@ def of_all_ranks(reports: Mapping[int, Report]) -> Report:
 
     >>> me = Member(0, 1)
     >>> one = Report(number=0, member=me, first=1, done=4, has=False)
-    >>> merged = of_all_ranks({0: one, 1: replace(one, done=3, has=True)})
+    >>> merged = of_all_ranks({0: one, 1: structs.replace(one, done=3, has=True)})
     >>> merged.done, merged.has
     (4, False)
     """
@@ -158,7 +170,7 @@ def of_all_ranks(reports: Mapping[int, Report]) -> Report:
             lost.setdefault(member, why if rank == LEADER else f"{why} (rank {rank})")
     lasts = [report.last for report in reports.values()]
     leader = reports[LEADER]
-    return replace(
+    return structs.replace(
         leader,
         # a rank that has made its last call may be ahead of the others, which make the same ones
         last=None if None in lasts else max(last for last in lasts if last is not None),
@@ -177,6 +189,6 @@ def beat_of_all_ranks(beats: Mapping[int, Beat]) -> Beat:
     if not waits:
         return leader
     slowest = functools.reduce(lambda one, other: other if other.waited_s > one.waited_s else one, waits)
-    return replace(
+    return structs.replace(
         leader, op=slowest.op, awaits=slowest.awaits, waited_s=slowest.waited_s, idle_s=slowest.idle_s
     )

@@ -10,21 +10,22 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from msgspec import structs
 from torch import nn
 
 from .. import __version__
 from ..coordinator.client import Client
 from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
-from ..coordinator.messages import PROTOCOL, Stop, Welcome, from_plain, to_plain
+from ..coordinator.messages import PROTOCOL, Stop, Welcome
 from ..coordinator.secret import secret_of
 from ..errors import InputError, RunFinished, nearest, spare_traceback
 from ..link.base import Link
@@ -289,7 +290,9 @@ def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: s
     else:
         assert context.regions.coordinator is not None
         own = RankClient(
-            from_plain(group.heard), context.regions.coordinator.rpartition(":")[0].strip("[]"), lines[LEADER]
+            msgspec.convert(group.heard, Welcome),
+            context.regions.coordinator.rpartition(":")[0].strip("[]"),
+            lines[LEADER],
         )
     links: list[TcpLink] = []
     try:
@@ -303,7 +306,7 @@ def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: s
 
 def _told(welcome: Welcome) -> Any:
     """What other ranks need of it."""
-    return to_plain(replace(welcome, compared=()))
+    return msgspec.to_builtins(structs.replace(welcome, compared=()))
 
 
 def _meet(context: RegionContext) -> Client:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hf_cocodc.coordinator.messages import Ask, Beat, Bye, Decided, Decision, Note, Paired, Posted, Report
 from hf_cocodc.link.voice import (
@@ -79,8 +79,8 @@ def test_what_one_rank_has_completed_counts_for_its_region() -> None:
     ahead, behind = report(4, has=True), report(3, has=True)
     assert of_all_ranks({0: ahead, 1: behind}) == report(4, has=False)
     assert of_all_ranks({0: behind, 1: behind}) == report(3, has=True)
-    assert of_all_ranks({0: behind, 1: replace(behind, has=False)}) == report(3, has=False)
-    leaving = replace(ahead, last=9)
+    assert of_all_ranks({0: behind, 1: structs.replace(behind, has=False)}) == report(3, has=False)
+    leaving = structs.replace(ahead, last=9)
     assert of_all_ranks({0: leaving, 1: behind}).last is None
     assert of_all_ranks({0: leaving, 1: leaving}).last == 9
 
@@ -106,6 +106,8 @@ def test_only_the_leader_speaks_of_the_region() -> None:
 def test_the_rank_that_waits_longest_tells_for_whom() -> None:
     idle = Beat(step=7)
     waits = Beat(step=6, op=3, awaits=1, waited_s=4.0, idle_s=2.0, blocked_s=1.0)
-    assert beat_of_all_ranks({0: idle, 1: waits}) == replace(idle, op=3, awaits=1, waited_s=4.0, idle_s=2.0)
-    assert beat_of_all_ranks({0: replace(waits, waited_s=9.0), 1: waits}).waited_s == 9.0
+    assert beat_of_all_ranks({0: idle, 1: waits}) == structs.replace(
+        idle, op=3, awaits=1, waited_s=4.0, idle_s=2.0
+    )
+    assert beat_of_all_ranks({0: structs.replace(waits, waited_s=9.0), 1: waits}).waited_s == 9.0
     assert beat_of_all_ranks({0: idle}) == idle
