@@ -557,8 +557,8 @@ class _Work:
             )
             for member, report in state.reports.items()
         }
-        if not any(report.members for report in reports.values()):
-            return
+        if not {each for report in reports.values() for each in report.members} & reports.keys():
+            return  # nobody who takes part has reported
         missed = {each for report in reports.values() for each in report.lost}
         known = {each for report in reports.values() for each in report.members} | set(state.expected)
         for member in known - reports.keys():

@@ -279,7 +279,7 @@ def regions() -> Iterator[Regions]:
         )
         | values(messages.Noted)
         | values(messages.Suspect)
-        | values(messages.Resumed)
+        | values(messages.Resumed).map(lambda heard: replace(heard, generation=1))  # of no older coordinator
         | values(messages.Alive),
         max_size=5,
     )
