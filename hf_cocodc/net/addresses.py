@@ -1,21 +1,20 @@
 """Network addresses of this machine."""
 
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from typing import Any
+
+import psutil
 
 from ..errors import InputError
 
-SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
-
 
 def own_address(address_there: str, interface: str | None) -> str:
-    """The address of `interface`; without one, the address from which this machine reaches the coordinator.
+    """The address of `interface`, IPv4 if it has one; without an interface, the address from which this machine reaches the
+    coordinator.
 
-    Raises InputError if the interface does not exist or has no IPv4 address, or if the coordinator's host has none.
+    Raises InputError if the interface does not exist or has no address that others reach, or if the coordinator's host has none.
     """
     if interface is None:
         family, kind, _, _, there = resolve(address_there, socket.SOCK_DGRAM)[0]
@@ -28,16 +27,26 @@ def own_address(address_there: str, interface: str | None) -> str:
                 f"no way leads from this machine to the coordinator at {address_there} ({error.strerror}). Look at its network, "
                 "or correct regions.coordinator."
             ) from error
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise InputError(
-                f"regions.interface={interface!r} is not a network interface with an IPv4 address "
-                f"({error.strerror}). Set it to one of this machine's interfaces: {known}."
-            ) from error
-    return socket.inet_ntoa(packed[20:24])
+    known = {name: usable for name, each in psutil.net_if_addrs().items() if (usable := _reached(each))}
+    if interface not in known:
+        exists = interface in psutil.net_if_addrs()
+        raise InputError(
+            f"regions.interface={interface!r} "
+            + (
+                "has no address that other machines reach"
+                if exists
+                else "is not a network interface of this machine"
+            )
+            + f". Set it to one that has: {', '.join(known)}."
+        )
+    return known[interface][0]
+
+
+def _reached(addresses: list[Any]) -> list[str]:
+    """Of an interface's addresses, those that other machines reach: IPv4 first, and no link-local ones of IPv6."""
+    found = [each.address for each in addresses if each.family == socket.AF_INET]
+    wide = [each.address.partition("%")[0] for each in addresses if each.family == socket.AF_INET6]
+    return found + [each for each in wide if not ipaddress.ip_address(each).is_link_local]
 
 
 def resolve(address: str, kind: socket.SocketKind) -> list[Any]:

@@ -7,8 +7,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import short
 from .addresses import named
@@ -22,6 +22,8 @@ _HEAD_START_S = 0.5
 """The region with the higher number tries so much later: the other one's way is as good."""
 _RELAY_S = 3.0
 """The relay is called so much later: a way of their own is better. One that a firewall swallows without a word is no way."""
+_STAGGER_S = 0.25
+"""Each further address is called so much later, while the earlier ones have not answered (RFC 8305)."""
 _AGAIN_S = 0.5
 _ASK, _YES = b"?", b"!"
 
@@ -56,9 +58,10 @@ class Search:
 
     def take(self, connection: socket.socket, number: int) -> None:
         """The other end has called."""
-        threading.Thread(
-            target=self._consider, args=(connection, None), name="hf_cocodc-connect", daemon=True
-        ).start()
+        self._begin(self._consider, connection, None)
+
+    def _begin(self, work: Callable[..., None], *about: Any) -> None:
+        threading.Thread(target=work, args=about, name="hf_cocodc-connect", daemon=True).start()
 
     def run(self, theirs: Whereabouts, ticket: bytes = b"") -> Found:
         """Search until both ends have agreed. `ticket`: for the relay, the same at both ends.
@@ -66,12 +69,12 @@ class Search:
         Raises NotReached if they have not agreed; its text says what was tried from here.
         """
         began = time.monotonic()
-        calls = [(theirs.addresses, theirs.token, 0.0 if self._asks else _HEAD_START_S, False)]
+        first_s = 0.0 if self._asks else _HEAD_START_S
+        for place, address in enumerate(theirs.addresses):
+            self._begin(self._look_up, address, theirs.token, first_s + place * _STAGGER_S)
         if self._relay is not None:
-            calls.append(((self._relay,), ticket, _RELAY_S, True))
+            self._begin(self._call, self._relay, self._relay, ticket, _RELAY_S, True)
             self._failures[self._relay] = "the other region has not come there"
-        for call in calls:
-            threading.Thread(target=self._call, args=call, name="hf_cocodc-connect", daemon=True).start()
         while not self._over.wait(0.1):
             waited_s = time.monotonic() - began
             if waited_s > (self._timeout_s if self._candidates else min(REACH_S, self._timeout_s)):
@@ -93,22 +96,41 @@ class Search:
             for each in addresses
         )
 
+    def _look_up(self, announced: tuple[str, int], token: bytes, wait_s: float) -> None:
+        """Call the other end at every address that this one has, all at once but for a moment between them."""
+        self._over.wait(wait_s)
+        while not self._over.is_set():
+            try:
+                found = socket.getaddrinfo(*announced, type=socket.SOCK_STREAM)
+                break
+            except (OSError, UnicodeError) as error:
+                self._failures[announced] = short(getattr(error, "strerror", None) or error, 200)
+            self._over.wait(_AGAIN_S)
+        else:
+            return
+        for place, where in enumerate(dict.fromkeys(each[-1][:2] for each in found)):
+            self._begin(self._call, announced, where, token, place * _STAGGER_S, False)
+
     def _call(
-        self, addresses: Sequence[tuple[str, int]], token: bytes, wait_s: float, is_relay: bool
+        self,
+        announced: tuple[str, int],
+        address: tuple[str, int],
+        token: bytes,
+        wait_s: float,
+        is_relay: bool,
     ) -> None:
-        """Try to reach the other end, at each of these addresses in turn."""
+        """Try to reach the other end at one address of those that it has `announced`."""
         self._over.wait(wait_s)
         role = role_at_relay(self._asks) if is_relay else b""
         while not self._over.is_set():
-            for address in addresses:
-                try:
-                    connection = dial(*address, token, 0, REACH_S, self._own, role)
-                except OSError as error:
-                    if not (is_relay and isinstance(error, TimeoutError)):
-                        self._failures[address] = short(error.strerror or error, 200)
-                else:
-                    self._failures.pop(address, None)
-                    self._consider(connection, address, is_relay)
+            try:
+                connection = dial(*address, token, 0, REACH_S, self._own, role)
+            except OSError as error:
+                if not (is_relay and isinstance(error, TimeoutError)):
+                    self._failures[announced] = short(error.strerror or error, 200)
+            else:
+                self._failures.pop(announced, None)
+                self._consider(connection, address, is_relay)
             self._over.wait(_AGAIN_S)
 
     def _consider(

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,11 @@ _GREETING_BYTES = _TICKET_BYTES + 2
 _GREET_S = 5.0
 """Seconds in which a caller has said its ticket."""
 _MOST_STRANGERS = 256
+"""Callers that have not. Of more, the oldest goes that comes from where most of them come from: a region says its ticket at once,
+and is shut out by nobody.
+"""
+_NETWORK_BITS = 64
+"""Who has one IPv6 address has all that begin alike."""
 _WAIT_S = 120.0
 """Seconds for which a caller waits for the other one."""
 _MOST_WAITING = 4096
@@ -47,7 +54,7 @@ JOINED = b"+"
 def ticket(keys: Keys | None, *about: bytes) -> bytes:
     """A ticket about something; both ends of a pair make the same one. Without the keys of the secret nobody can make it."""
     nonce = hashlib.sha256(b"".join(about)).digest()[:_NONCE_BYTES]
-    return nonce + _tag(keys, nonce)
+    return nonce + _tag(None if keys is None else keys.of("relay"), nonce)
 
 
 def role_at_relay(is_first: bool) -> bytes:
@@ -55,10 +62,20 @@ def role_at_relay(is_first: bool) -> bytes:
     return bytes([is_first])
 
 
-def _tag(keys: Keys | None, nonce: bytes) -> bytes:
-    if keys is None:
-        return bytes(_NONCE_BYTES)
-    return hmac.digest(keys.of("relay").raw, nonce, hashlib.sha256)[:_NONCE_BYTES]
+def _tag(key: Keys | None, nonce: bytes) -> bytes:
+    return bytes(_NONCE_BYTES) if key is None else hmac.digest(key.raw, nonce, hashlib.sha256)[:_NONCE_BYTES]
+
+
+def _network(host: str) -> str:
+    """What callers of one machine have in common.
+
+    >>> _network("10.0.0.1"), _network("2001:db8:0:1::7") == _network("2001:db8:0:1:a:b:c:d")
+    ('10.0.0.1', True)
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4:
+        return host
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, _NETWORK_BITS), strict=False))
 
 
 @dataclass(eq=False)
@@ -84,13 +101,16 @@ class _Rate:
 
 
 class Relay:
-    """Joins callers. Without `secrets` every ticket counts. `rate`: bytes a second of all connections together, or None."""
+    """Joins callers. `keys`: those for tickets, of each secret; without any, every ticket counts. `rate`: bytes a second of all
+    connections together, or None.
+    """
 
-    def __init__(self, secrets: Iterable[Keys], rate: float | None, say: Callable[[str], None]) -> None:
-        self._secrets: list[Keys | None] = [*secrets] or [None]
+    def __init__(self, keys: Iterable[Keys], rate: float | None, say: Callable[[str], None]) -> None:
+        self._keys: list[Keys | None] = [*keys] or [None]
         self._say = say
         self._rate = _Rate(rate)
-        self._num_strangers = self._num_bytes = self._num_open = 0
+        self._num_bytes = self._num_open = 0
+        self._strangers: dict[asyncio.StreamWriter, str] = {}
         self._waiting: dict[bytes, _End] = {}
 
     async def serve(self, listener: socket.socket) -> None:
@@ -108,7 +128,7 @@ class Relay:
         """A caller: join it with the other one, or keep it until that one comes."""
         writer.transport.set_write_buffer_limits(_CHUNK)
         keep_alive(writer.get_extra_info("socket"))
-        greeting = await self._greeting(reader)
+        greeting = await self._greeting(reader, writer)
         if greeting is None or not self._is_good(greeting[:_TICKET_BYTES]):
             writer.close()
             return
@@ -125,20 +145,23 @@ class Relay:
             return
         self._waiting[key] = caller
 
-    async def _greeting(self, reader: asyncio.StreamReader) -> bytes | None:
-        if self._num_strangers >= _MOST_STRANGERS:
-            return None
-        self._num_strangers += 1
+    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+        self._strangers[writer] = _network(str((writer.get_extra_info("peername") or ("0.0.0.0",))[0]))
+        if len(self._strangers) > _MOST_STRANGERS:
+            [(crowd, _)] = Counter(self._strangers.values()).most_common(1)
+            oldest = next(each for each, network in self._strangers.items() if network == crowd)
+            del self._strangers[oldest]
+            oldest.transport.abort()
         try:
             return await asyncio.wait_for(reader.readexactly(_GREETING_BYTES), _GREET_S)
         except (asyncio.IncompleteReadError, TimeoutError, asyncio.TimeoutError, OSError):
             return None
         finally:
-            self._num_strangers -= 1
+            self._strangers.pop(writer, None)
 
     def _is_good(self, claimed: bytes) -> bool:
         nonce, tag = claimed[:_NONCE_BYTES], claimed[_NONCE_BYTES:]
-        return any(hmac.compare_digest(_tag(keys, nonce), tag) for keys in self._secrets)
+        return any(hmac.compare_digest(_tag(keys, nonce), tag) for keys in self._keys)
 
     def _forget(self) -> None:
         """Close those that have waited too long, or have gone."""
@@ -187,7 +210,7 @@ class RelayProcess:
         self._told = {
             "host": host,
             "port": port,
-            "secrets": [keys.raw.hex() for keys in secrets],
+            "keys": [keys.of("relay").raw.hex() for keys in secrets],  # it needs no other
             "rate": rate,
         }
         self._say, self._closes = say, threading.Event()
@@ -248,7 +271,7 @@ def main() -> None:
             sys.stdout.flush()
 
     async def work() -> None:
-        relay = Relay([Keys(bytes.fromhex(each)) for each in settings["secrets"]], settings["rate"], say)
+        relay = Relay([Keys(bytes.fromhex(each)) for each in settings["keys"]], settings["rate"], say)
         serving = asyncio.ensure_future(relay.serve(listen_at(settings["host"], settings["port"])))
         ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)

@@ -106,6 +106,36 @@ def test_several_addresses_are_tried() -> None:
         port.close()
 
 
+@contextmanager
+def swallowed() -> Iterator[tuple[str, int]]:
+    """An address that answers no call: the queue of the one that listens there is full."""
+    with (
+        socket.create_server((HOST, 0), backlog=0) as full,
+        socket.socket() as first,
+        socket.socket() as second,
+    ):
+        for each in (first, second):
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        yield full.getsockname()
+
+
+def test_addresses_that_swallow_calls_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are called side by side: one after the other, the third would not be called before the search is over."""
+    monkeypatch.setattr(reaching, "REACH_S", 2.0)
+    with swallowed() as one, swallowed() as two, nowhere() as wrong:
+        port, token = Port(HOST), secrets.token_bytes(TOKEN_BYTES)
+        searches = [Search(asks, 10.0) for asks in (True, False)]
+        port.expect(token, searches[1].take)
+        where = Whereabouts((one, two, ("localhost", port.number)), token, token)
+        first, second = at_once(
+            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token, token))
+        )
+        assert first.address == (HOST, port.number), "of a name, the address that has answered"
+        speak(first, second)
+        port.close()
+
+
 def test_both_ends_agree_on_one_of_two_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both call at the same moment."""
     monkeypatch.setattr(reaching, "_HEAD_START_S", 0.0)

@@ -124,6 +124,25 @@ def test_without_a_secret_every_ticket_counts() -> None:
     running.process.close()
 
 
+def test_a_crowd_of_strangers_shuts_out_no_region(running: Running) -> None:
+    """Not the region that calls then, nor one that had begun to say its ticket."""
+    good = ticket(SECRET, ABOUT)
+    with contextlib.ExitStack() as kept:
+        early = kept.enter_context(socket.create_connection((HOST, running.port), 10.0))
+        early.sendall(good[:5])
+        for _ in range(relaying._MOST_STRANGERS + 50):
+            stranger = socket.create_connection((HOST, running.port), 10.0, ("127.0.0.2", 0))
+            kept.enter_context(stranger).sendall(b"?")
+        late = kept.enter_context(running.call(good))
+        early.sendall(good[5:] + b"\0" + role_at_relay(False))
+        joined(early, late)
+
+
+def test_its_process_gets_no_key_but_its_own(running: Running) -> None:
+    told = running.process._told
+    assert told["keys"] == [SECRET.of("relay").raw.hex()] and SECRET.raw.hex() not in str(told)
+
+
 @pytest.mark.slow
 def test_whoever_says_nothing_is_closed_in_time_and_keeps_nobody_out(running: Running) -> None:
     crowd = [socket.create_connection((HOST, running.port), 20.0) for _ in range(200)]
