@@ -56,6 +56,7 @@ class Pending:
 
     Attributes:
         finish: makes the value of the call from the result, once that counts; called by the link's thread.
+        begin: of its newest attempt; `view` and `attempt` are None until the link's thread has begun that.
         call: what the rules know of it, once it has completed.
         bytes_sent, void_bytes: bytes that the attempt with a result has sent, and the void ones.
         awaited_at: when the training thread began to wait, by the monotonic clock; None while it does not.
@@ -65,6 +66,9 @@ class Pending:
     what: str
     make: Make | None
     finish: Callable[["Pending", Any], Any] | None
+    begin: Begin | None = None
+    view: View | None = None
+    attempt: Attempt | None = None
     call: Call | None = None
     bytes_sent: int = 0
     void_bytes: int = 0
@@ -94,7 +98,7 @@ class Pending:
             self.fail(error)
             raise
         # what they reference may reference the previous transfer, which references an earlier one
-        self.make = self.finish = self.found = None
+        self.make = self.finish = self.found = self.view = self.attempt = None
         self._value = value
         self._ended.set()
 
@@ -110,16 +114,6 @@ class Pending:
         if self._error is not None:
             raise self._error
         return self._value
-
-
-@dataclass(eq=False)
-class InHand:
-    """The attempt in hand. `view` and `attempt` are None until the link's thread has begun it."""
-
-    begin: Begin
-    pending: Pending
-    view: View | None = None
-    attempt: Attempt | None = None
 
 
 class MeanCall:

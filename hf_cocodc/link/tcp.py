@@ -49,7 +49,7 @@ from ..parts.tensors.memory import HOST, Buffers, aside
 from ..threads import NativeThread, at_rest
 from . import rules
 from .base import Arrival, Handle, Link, MeanRequest, T
-from .calls import Attempt, BroadcastCall, GatherCall, InHand, Make, MeanCall, Pending
+from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
@@ -138,7 +138,7 @@ class TcpLink:
         self._part = rules.enter(welcome, self.terms, wire.address, self.wait_s)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
-        self._hand: InHand | None = None
+        self._hand: Pending | None = None
         self._failure: BaseException | None = None
         self._leads, self._led = False, set[int]()
         self._thread: threading.Thread | None = None
@@ -512,7 +512,8 @@ class TcpLink:
             for effect in effects:
                 match effect:
                     case rules.Begin():
-                        self._hand = InHand(effect, self._pending[0])
+                        self._hand = self._pending[0]
+                        self._hand.begin, self._hand.view, self._hand.attempt = effect, None, None
                         self._need_thread()
                     case rules.Complete(call):
                         pending = self._pending.popleft()
@@ -567,8 +568,8 @@ class TcpLink:
             try:
                 if pending is not None:
                     pending.end()
-                elif hand is not None:
-                    self._attempt(hand)
+                elif hand is not None and hand.begin is not None:
+                    self._attempt(hand, hand.begin)
             except BaseException as error:  # every error must reach the training thread
                 self._fail_all(error, generation)
             pending = hand = None
@@ -576,20 +577,22 @@ class TcpLink:
     def _may_begin(self) -> bool:
         return self._hand is not None and self._hand.attempt is None
 
-    def _attempt(self, hand: InHand) -> None:
+    def _attempt(self, hand: Pending, begin: rules.Begin) -> None:
         """Make the attempt in hand, and say that this process holds its result."""
-        begin = hand.begin
         try:
-            result = self._begin(hand).run()
+            view, attempt = self._begin(hand, begin)
+            result = attempt.run()
             with self._changed:
-                if self._hand is not hand:
+                if not self._is_in_hand(begin):
                     return
-                hand.pending.found, hand.pending.bytes_sent = result, hand.attempt.bytes_sent  # type: ignore[union-attr]
+                hand.found, hand.bytes_sent = result, attempt.bytes_sent
                 self._feed(rules.Held(begin.number, begin.losses))
             if self.is_elastic:
-                view, what = hand.view, hand.pending.what
-                assert view is not None
-                view.wait(view.begin_swap(torch.ones(1, device=HOST), what).pending, what, may_be_late=True)
+                view.wait(
+                    view.begin_swap(torch.ones(1, device=HOST), hand.what).pending,
+                    hand.what,
+                    may_be_late=True,
+                )
                 if self._is_one_voice:
                     alone = begin.number in self._led
                     self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
@@ -601,23 +604,27 @@ class TcpLink:
                 raise
             self._feed(rules.Missed(begin.number, begin.losses, missed[0], str(error)))
         except LinkError:
-            if self._hand is hand:  # else it is void, and says so
+            if self._is_in_hand(begin):  # else it is void, and says so
                 raise
 
-    def _begin(self, hand: InHand) -> Attempt:
-        begin = hand.begin
+    def _is_in_hand(self, begin: rules.Begin) -> bool:
+        return self._hand is not None and self._hand.begin is begin
+
+    def _begin(self, hand: Pending, begin: rules.Begin) -> tuple[View, Attempt]:
         with self._changed:
+            if not self._is_in_hand(begin):
+                raise LinkError("this attempt is void: nobody makes it with this process.")
             for member in begin.parties:
                 if member != self.me and not self._part.is_paired(member):
                     raise RegionLostError(member.region, f"there is no connection to region {member.region}")
             regions = tuple(member.region for member in begin.parties)
             # connections that were made one by one differ in number, and all members must cut alike
             count = None if self.is_elastic else self._count
-            hand.view = self.wire.view(regions, begin.losses * _CALLS + begin.number, count)
-            assert hand.pending.make is not None
-            hand.attempt = hand.pending.make(hand.view, regions)
+            view = self.wire.view(regions, begin.losses * _CALLS + begin.number, count)
+            assert hand.make is not None
+            hand.view, hand.attempt = view, hand.make(view, regions)
             self.wire.waits.moved()
-            return hand.attempt
+            return view, hand.attempt
 
     def _abandon(self) -> None:
         """Leave the thread alone that makes an attempt, which may hang. Another one takes its place."""
