@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
 from ..net.channel import object_of
 from ..net.keys import Keys
+from ..net.large import SIZES, SWALLOWED
 from ..net.letters import Member
 from .caller import (
     CONNECT_S,
@@ -57,6 +58,20 @@ def status(
     """
     connection = CoordinatorConnection(address, run or "", "status", keys, timeout_s, look)
     return list(_answer(connection, min(timeout_s, CONNECT_S))["runs"])
+
+
+def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> bool:
+    """Whether messages of `large.SIZES` pass to the coordinator and back, each in `timeout_s`. Raises like CoordinatorConnection,
+    or ConnectionEnded.
+    """
+    with contextlib.closing(
+        CoordinatorConnection(address, "", "echo", keys, timeout_s=timeout_s)
+    ) as connection:
+        for size in SIZES:
+            connection.send_plain({"large": "x" * size})
+            if connection.receive_line(timeout_s) is None:
+                return False
+    return True
 
 
 def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:
@@ -163,7 +178,7 @@ class Client:
     ) -> Welcome:
         until = time.monotonic() + wait_s
         last, hints = Waiting(), [""]
-        heard_at = time.monotonic()
+        began = heard_at = time.monotonic()
         while time.monotonic() < until:
             look()
             try:
@@ -177,6 +192,17 @@ class Client:
                     f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s, before the regions had met. "
                     "Nothing was trained."
                 )
+            if (
+                isinstance(message, Alive)
+                and not last.why
+                and not last.absent
+                and heard_at - began > SILENT_S
+            ):
+                last = Waiting(
+                    why=f"the coordinator at {self._address} hears this region, and does not answer what it has said of itself. "
+                    f"Perhaps {SWALLOWED}. hf-cocodc doctor proves it"
+                )
+                waiting(last)
             match message:
                 case Welcome():
                     return message

@@ -252,6 +252,8 @@ class Coordinator:
                 self._hear_message(connection, line)
             case "doctor":
                 self._hear_doctor(connection, line)
+            case "echo":  # whoever asks learns whether large messages pass
+                self._write(connection, line + b"\n")
 
     def _hear_purpose(self, connection: _Connection, line: bytes) -> None:
         message = object_of(line) or {}
@@ -266,7 +268,7 @@ class Coordinator:
             case "status":
                 runs = self._runs.overview(connection.key, name)
                 self._write(connection, line_of({"runs": runs, "relay": self._relay}, 1 << 30))
-            case "doctor":
+            case "doctor" | "echo":
                 pass
             case _:
                 self._note_bad(connection, line[:200].decode(errors="replace"))

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from hf_cocodc.coordinator import caller
+from hf_cocodc.coordinator import client as client_module
 from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Bye, Post, Posted, Refuse, Resumed, Waiting
@@ -16,6 +17,7 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
 from hf_cocodc.net.addresses import free_port, own_address
 
+from ..net.swallowing import Swallowing
 from .regions import Region, hello, meet, part, try_to_meet, wait_until
 
 
@@ -128,6 +130,27 @@ def test_the_coordinator_fails_before_regions_have_met() -> None:
         client.meet(hello(0), 30.0, waiting=waiting)
     assert heard == [Waiting(absent=(1,))]
     client.close()
+
+
+def test_a_region_hears_that_large_packets_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's signs of life come, and no answer: the region printed nothing for 10 minutes."""
+    monkeypatch.setattr(client_module, "SILENT_S", 1.0)
+    served = serve_in_thread()
+    way = Swallowing(served.address)
+    client = Client(way.address, "run")
+
+    class Heard(Exception):
+        pass
+
+    def waiting(news: Waiting) -> None:
+        raise Heard(news.why)
+
+    with pytest.raises(
+        Heard, match="does not answer what it has said of itself. Perhaps small packets pass, .*MTU"
+    ):
+        client.meet(hello(0, large="x" * 4096), 30.0, waiting=waiting)
+    for each in (way, served):
+        each.close()
 
 
 def test_a_joiner_waits_for_a_run_and_says_that_there_is_none() -> None:

@@ -2,11 +2,12 @@
 
 import time
 
-from ...coordinator.caller import NobodyAnswers
-from ...coordinator.client import status
+from ...coordinator.caller import ConnectionEnded, NobodyAnswers
+from ...coordinator.client import passes_large, status
 from ...errors import CocodcError, InputError, MeetingError
 from ...net.addresses import is_loopback
 from ...net.keys import Keys
+from ...net.large import MEND, SWALLOWED
 from .facts import OK, WARN, WRONG, Finding, parts_of
 
 SLOW_S = 2.0
@@ -28,6 +29,14 @@ def reach(address: str, keys: Keys | None, timeout_s: float = 10.0) -> tuple[lis
     began = time.monotonic()
     try:
         status(address, keys, timeout_s=timeout_s)
+        took_s = time.monotonic() - began
+        if not passes_large(address, keys, timeout_s):
+            return [
+                *findings,
+                Finding("coordinator", WRONG, f"answers at {address}, but {SWALLOWED}.", MEND),
+            ], False
+    except ConnectionEnded as error:
+        return [*findings, gone(address, error)], False
     except InputError as error:
         return [*findings, Finding("coordinator", WRONG, str(error), f"getent hosts {host}")], False
     except NobodyAnswers as error:
@@ -38,7 +47,6 @@ def reach(address: str, keys: Keys | None, timeout_s: float = 10.0) -> tuple[lis
         if keys is None:
             command = f"scp {host}:secret secret; export HF_COCODC_SECRET=$(cat secret)"
         return [*findings, Finding("coordinator", WRONG, str(error), command)], False
-    took_s = time.monotonic() - began
     if took_s > SLOW_S:
         words = f"answers at {address}, but only after {took_s:.1f} s: its machine or the way there is busy."
         return [*findings, Finding("coordinator", WARN, words, f"ping {host}")], True

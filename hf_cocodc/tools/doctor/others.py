@@ -17,6 +17,7 @@ from ...coordinator.hello import Difference, differences, may_differ
 from ...errors import CocodcError, InputError, MeetingError, short
 from ...net.addresses import listen_at, named
 from ...net.keys import Keys
+from ...net.large import MEND, SWALLOWED, Swallowed, echo, prove
 from ...settings import RegionConfig
 from ...settings.regions import address_parts
 from .coordinator import gone
@@ -130,8 +131,13 @@ class Answering:
                 caller, _ = self._listener.accept()
             except OSError:
                 return
-            with contextlib.suppress(OSError), caller:
-                caller.sendall(f"{time.time():.6f}\n".encode())
+            threading.Thread(target=self._serve, args=(caller,), name="hf_cocodc-doctor", daemon=True).start()
+
+    def _serve(self, caller: socket.socket) -> None:
+        with contextlib.suppress(OSError), caller:
+            caller.settimeout(2 * _REACH_S)
+            caller.sendall(f"{time.time():.6f}\n".encode())
+            echo(caller)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -143,14 +149,15 @@ def call(place: tuple[str, int]) -> tuple[float, float]:
     """Call another doctor: seconds of the round trip, and how far its clock is ahead of this one.
 
     Connecting takes one round trip; the answer, with the time there, leaves half of one later. Raises OSError if nothing
-    answers, ValueError if something else does.
+    answers, ValueError if something else does, and Swallowed if large packets do not pass.
     """
     began = time.perf_counter()
     with socket.create_connection(place, timeout=_REACH_S) as connection:
         took, at = time.perf_counter() - began, time.time()
         connection.settimeout(_REACH_S)
-        greeting = connection.recv(64)
-    return took, float(greeting.decode("ascii")) - (at + took / 2)
+        ahead = float(connection.recv(64).decode("ascii")) - (at + took / 2)
+        prove(connection)
+    return took, ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +226,7 @@ class _Talk:
         self._told: dict[int, Told] = {}
         self._first_beat: dict[str, int] = {}
         self._called: dict[str, tuple[float, float] | str] = {}
+        self._swallowed: set[str] = set()
         self._foreign: dict[int, Finding] = {}
 
     def run(self, wait_s: float, tell: Callable[[str], None]) -> Iterator[Finding]:
@@ -288,6 +296,8 @@ class _Talk:
                     break
                 except OSError as error:
                     self._called[other.token] = error.strerror or str(error)
+                    if isinstance(error, Swallowed):
+                        self._swallowed.add(other.token)
                 except ValueError:
                     self._called[other.token] = "something else answers there"
 
@@ -298,7 +308,8 @@ class _Talk:
             return False
         called, token = self._called.get(other.token), self._own.token
         have_tried = called is not None and token in (*other.reached, *other.missed)
-        return have_tried and (not isinstance(called, str) or token in other.reached)
+        is_known = not isinstance(called, str) or token in other.reached or other.token in self._swallowed
+        return have_tried and is_known
 
     def _about(self, region: int, called: bool) -> list[Finding]:
         """The lines about another region."""
@@ -317,6 +328,8 @@ class _Talk:
             words = "its doctor no longer runs: it was not called. Start them at the same time."
             return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
         calls_back = self._own.token in other.reached
+        if isinstance(result, str) and other.token in self._swallowed:
+            return [Finding(topic, WRONG, f"answers at {other.calls}, but {SWALLOWED}.", MEND)]
         if isinstance(result, str) and calls_back:
             return [
                 Finding(topic, OK, f"does not answer at {other.calls} ({result}), but calls this machine")

@@ -20,6 +20,7 @@ from hf_cocodc.settings import RegionConfig
 from hf_cocodc.tools.doctor import coordinator as doctors_coordinator
 from hf_cocodc.tools.doctor import others
 from hf_cocodc.tools.doctor.facts import OK, WARN, WRONG, Finding
+from tests.net.swallowing import Swallowing
 from tests.secret import secret
 
 KEYS = Keys.from_secret(secret("a secret for the tests of a doctor"))
@@ -199,6 +200,22 @@ def test_one_way_is_enough(clock: SimpleNamespace) -> None:
     here.close()
 
 
+def test_a_way_on_which_large_packets_vanish_is_wrong(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects, and hears the time there: without a large round trip, that was "ok" in 0.2 ms."""
+    monkeypatch.setattr(others, "_REACH_S", 0.2)
+    here = others.Answering("127.0.0.1", RegionConfig())
+    way = Swallowing(here.address)
+    found = compared(Living(calls=way.address), wait_s=1.0)
+    [line] = [each for each in found if each.level == WRONG]
+    assert line.words.startswith(f"answers at {way.address}, but small packets pass, and large ones vanish")
+    assert "MTU" in line.words and "mtu 1400" in str(line.command)
+    assert others.call(("127.0.0.1", int(here.address.rpartition(":")[2])))[0] < 5
+    for each in (way, here):
+        each.close()
+
+
 def test_a_doctor_listens_where_the_run_will() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -229,6 +246,7 @@ def test_a_call_takes_one_round_trip(clock: SimpleNamespace, monkeypatch: pytest
         return Connection()
 
     monkeypatch.setattr(others.socket, "create_connection", connect)
+    monkeypatch.setattr(others, "prove", lambda connection: None)
     took, ahead = others.call(("10.0.0.2", 29700))
     assert took == pytest.approx(0.1)
     assert ahead == pytest.approx(5.0)
@@ -331,6 +349,19 @@ def test_a_slow_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lines, is_there = doctors_coordinator.reach(served.address, KEYS)
     assert lines[1].level == WARN and "but only after" in lines[1].words and is_there
     served.close()
+
+
+def test_a_coordinator_behind_a_way_on_which_large_packets_vanish() -> None:
+    served = serve_in_thread()
+    way = Swallowing(served.address)
+    assert doctors_coordinator.reach(served.address, None)[1]
+    lines, is_there = doctors_coordinator.reach(way.address, None, timeout_s=0.5)
+    assert lines[1].level == WRONG and not is_there
+    assert lines[1].words.startswith(
+        f"answers at {way.address}, but small packets pass, and large ones vanish"
+    )
+    for each in (way, served):
+        each.close()
 
 
 def test_the_coordinator_and_the_secret() -> None:
