@@ -190,7 +190,7 @@ class Client:
             elif time.monotonic() - heard_at > 2 * SILENT_S:
                 raise MeetingError(
                     f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s, before the regions had met. "
-                    "Nothing was trained."
+                    "Nothing was trained. hf-cocodc doctor looks at the way."
                 )
             if (
                 isinstance(message, Alive)

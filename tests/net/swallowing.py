@@ -39,6 +39,9 @@ class Swallowing:
         with contextlib.suppress(OSError):
             while chunk := source.recv(1 << 16):
                 if len(chunk) > MTU:
+                    line, end, _ = chunk.partition(b"\n")
+                    if end and len(line) < MTU:  # it was sent in a packet of its own
+                        target.sendall(line + end)
                     return
                 target.sendall(chunk)
             target.shutdown(socket.SHUT_WR)
