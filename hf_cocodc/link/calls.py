@@ -30,7 +30,7 @@ _PIECE_BYTES = 1 << 20
 SMALL = 64 << 10
 """A broadcast of at most so many bytes goes to all regions, whatever they have."""
 _MOST_UNDER_WAY = 128
-"""Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
+"""Pieces of a broadcast that are under way to a region."""
 _AT_ONCE_S = 1e-3
 """Seconds within which the trailers of regions that are not late arrive, beside half a round trip."""
 

@@ -38,8 +38,8 @@ from ..coordinator.messages import (
     Welcome,
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
+from ..net.connection import Connection
 from ..net.letters import Introduction, Letters, Member
-from ..net.pairs import Stream
 from ..net.recovery import Liveness
 from ..net.view import View
 from ..net.wire import FIRST, Wire
@@ -406,7 +406,7 @@ class TcpLink:
         """Whether a process takes part or is to come in, as far as this one knows."""
         return self._part.is_there(member)
 
-    def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+    def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         """Open a stream to a process once it is connected here; see `Pair.stream`. Raises LinkError if it is not in time."""
         until = time.monotonic() + timeout_s
         while not self._part.is_paired(member):

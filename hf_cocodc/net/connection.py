@@ -4,12 +4,12 @@ A message has an order and a tag. The order tells the attempt of a call to which
 regions, and later ones have a higher order. Both ends send and receive the messages of an order and a tag in the same sequence.
 A message stays in the connection until this end asks for it; one of an attempt that is void here is passed over.
 
-A connection outlives its socket. Each end numbers its messages, and keeps what the other end has not acknowledged. With another
-socket (`attach`) both say how many messages they have received, and send what the other one lacks.
+A connection outlives its socket. Each end numbers its messages, and keeps what the other end has not acknowledged. With a
+socket (`attach`), the first or another one, both say how many messages they have received, and send what the other one lacks.
 """
 
 import contextlib
-import errno
+import logging
 import math
 import queue
 import socket
@@ -23,25 +23,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .keys import Altered
+from .line import CLOSED, CiphersFor, Line
 from .pacing import pace, set_congestion
+
+logger = logging.getLogger(__name__)
 
 _COUNT = struct.Struct(">Q")
 _HEADER = struct.Struct(">QIQQ")
 """Order, tag, number of bytes, and how many messages the sender has received."""
 _NO_MESSAGE, _GOODBYE, _RECEIVED = (1 << 32) - 1, (1 << 32) - 2, (1 << 32) - 3
 """Tags of headers that no message follows; the last one asks how much has been received."""
-_JOINED = 64 << 10
-"""A message of at most so many bytes leaves together with its header."""
 _SKIPPED = 1 << 20
-_MORE = getattr(socket, "MSG_MORE", 0)
 _DUE_MESSAGES, DUE_BYTES = 16, 256 << 10
 """What this end receives at most before it acknowledges it."""
 _ASK_S = 0.5
 _ANSWER_S = 2.0
 """Seconds in which the other end says how much it has received."""
-
-
-CLOSED = "the other end has closed the connection"
 
 
 class ConnectionLost(Exception):
@@ -53,7 +51,6 @@ class Operation:
 
     Args:
         memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is sent may be read.
-        then: called by `wait` once it has ended well.
         is_own: whether nobody else uses the memory, also after that.
         most: the most bytes of a message whose length is unknown before it comes: memory is made for it then.
     """
@@ -63,11 +60,11 @@ class Operation:
         order: int,
         tag: int,
         memory: Tensor,
-        then: Callable[[], None] | None = None,
         is_own: bool = False,
         most: int = 0,
     ) -> None:
-        self.order, self.tag, self.memory, self.then, self.is_own = order, tag, memory, then, is_own
+        self.order, self.tag, self.memory, self.is_own = order, tag, memory, is_own
+        self.then: Callable[[], None] | None = None
         self._most = most
         self.number = 0
         self._error: Exception | None = None
@@ -109,9 +106,9 @@ class Connection:
     """One end of it. Two threads move the bytes: they wait in the kernel, and touch the interpreter twice for each message.
 
     Args:
-        connected: a socket that blocks.
         broken: called, in any thread, when a socket has failed. Without it, the connection ends with its socket.
         congestion: TCP's congestion control; None for that of the machine.
+        ciphers_for: makes the ciphers of a socket; None if nothing is sealed.
 
     Attributes:
         broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
@@ -121,15 +118,16 @@ class Connection:
 
     def __init__(
         self,
-        connected: socket.socket,
         name: str,
         broken: Callable[["Connection"], None] | None = None,
         congestion: str | None = None,
+        ciphers_for: CiphersFor | None = None,
     ) -> None:
-        self._socket: socket.socket | None = connected
-        self._last = connected
+        self._line: Line | None = None
+        self._last: Line | None = None
+        self._moved_before = 0
+        self._name, self._ciphers_for, self._was_altered = name, ciphers_for, False
         self._broken, self._congestion, self._rate = broken, congestion, math.inf
-        self._tune(connected)
         self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._sent: deque[Operation] = deque()  # and not acknowledged by the other end
         self._again: deque[Operation] = deque()  # to be sent once more
@@ -139,8 +137,8 @@ class Connection:
         self._newest = 0
         self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
-        self.broken_at = self.lost_at = math.inf
-        self.whole_since = time.monotonic()
+        self.broken_at = self.whole_since = time.monotonic()
+        self.lost_at = math.inf
         self._reads = self._writes = self._asks = self._is_asked = False
         self._changed = threading.Condition()
         self._attaching = threading.Lock()
@@ -192,24 +190,30 @@ class Connection:
         """Let the kernel send at most `rate` bytes per second. Returns whether it does; one that has ended sends nothing."""
         with self._changed:
             self._rate = rate
-            return self._socket is None or pace(self._socket, rate) or self._error is not None
+            return self._line is None or pace(self._line.socket, rate) or self._error is not None
 
-    def attach(self, connected: socket.socket) -> None:
-        """Go on with another socket, on which the other end calls `attach` too. It takes a round trip.
+    def attach(self, connected: socket.socket, timeout_s: float = _ANSWER_S) -> None:
+        """Go on with a socket, on which the other end calls `attach` too. It takes two round trips.
 
-        Raises OSError if the other end says nothing on it or closes it, and ConnectionLost if the connection has ended.
+        Raises OSError if the other end says nothing on it, closes it, or is not the one that it should be (`Line.open`), and
+        ConnectionLost if the connection has ended.
         """
+        line = Line(connected)
         try:
             with self._attaching:
-                self._break(self._socket, ConnectionLost("another socket takes its place"))
+                self._check()
+                line.open(timeout_s, self._ciphers_for)  # before that, nobody has proven anything
+                self._break(self._line, ConnectionLost("another socket takes its place"))
                 with self._changed:  # what has come is counted once nobody receives any more
                     self._changed.wait_for(lambda: not self._reads and not self._writes)
                     self._check()
-                self._last.close()
-                connected.settimeout(_ANSWER_S)
-                connected.sendall(_COUNT.pack(self._num_received))
+                if self._last is not None:
+                    self._moved_before += self._last.moved
+                    self._last.socket.close()
+                connected.settimeout(timeout_s)
+                line.send(_COUNT.pack(self._num_received))
                 count = bytearray(_COUNT.size)
-                _fill(connected, memoryview(count))
+                line.fill(memoryview(count))
                 connected.settimeout(None)
                 with self._changed:
                     self._check()
@@ -218,13 +222,25 @@ class Connection:
                     for operation in self._again:  # who waits for one may take its memory back at any time
                         operation.keep()
                     self._tune(connected)
-                    self._socket = self._last = connected
+                    self._line = self._last = line
                     self.broken_at, self.whole_since = math.inf, time.monotonic()
                     self._outgoing.put(None)
                     self._changed.notify_all()
-        except BaseException:
+        except BaseException as error:
             connected.close()
+            self._note(error)
             raise
+
+    def look(self) -> int:
+        """Bytes that have come or gone so far. A socket on which nothing is answered any more has broken."""
+        with self._changed:
+            line = self._line
+            if line is None:
+                return self._moved_before
+            moved, is_dead = self._moved_before + line.moved, line.is_dead
+        if is_dead:
+            self._break(line, ConnectionLost("nothing is answered on its socket"))
+        return moved
 
     def ask(self) -> None:
         """Ask the other end how much it has received, if it has not said that of all."""
@@ -239,7 +255,7 @@ class Connection:
         It waits until `until`, by the monotonic clock, and on while the connection is broken.
         """
         with self._changed:
-            while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
+            while self._sent and self._error is None and (self._line is None or time.monotonic() < until):
                 self.ask()
                 self._changed.wait(_ASK_S)
             self._asks = False
@@ -262,10 +278,13 @@ class Connection:
             self._changed.notify_all()
             self._outgoing.put(None)
             with contextlib.suppress(OSError):  # the other end was faster, or takes nothing
-                if not self._writes and self._socket is not None:
-                    self._socket.send(_HEADER.pack(0, _GOODBYE, 0, self._num_received), socket.MSG_DONTWAIT)
+                if not self._writes and self._line is not None:
+                    self._line.send(
+                        _HEADER.pack(0, _GOODBYE, 0, self._num_received), flags=socket.MSG_DONTWAIT
+                    )
             with contextlib.suppress(OSError):
-                self._last.shutdown(socket.SHUT_RDWR)
+                if self._last is not None:
+                    self._last.socket.shutdown(socket.SHUT_RDWR)
 
     def _tune(self, connected: socket.socket) -> None:
         if self._congestion is not None:
@@ -277,16 +296,27 @@ class Connection:
         if self._error is not None:
             raise self._error
 
-    def _break(self, connected: socket.socket | None, error: Exception) -> None:
+    def _note(self, error: BaseException) -> None:
+        """Say once that somebody alters what is sent: the socket is given up, and what it brought comes again."""
+        if isinstance(error, Altered) and not self._was_altered:
+            self._was_altered = True
+            logger.warning(
+                "connection %s: %s. It comes again on another socket. If this is said often, somebody or something between the "
+                "regions alters what they send.",
+                *(self._name, error.strerror),
+            )
+
+    def _break(self, line: Line | None, error: Exception) -> None:
         """This socket has failed, or has had its time."""
+        self._note(error)
         with self._changed:
-            if connected is None or self._socket is not connected or self._error is not None:
+            if line is None or self._line is not line or self._error is not None:
                 return
             if self._broken is not None:
-                self._socket, self.broken_at = None, time.monotonic()
+                self._line, self.broken_at = None, time.monotonic()
                 self._changed.notify_all()
                 with contextlib.suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
+                    line.socket.shutdown(socket.SHUT_RDWR)
         if self._broken is None:
             self.end(_lost(error))
         else:
@@ -329,9 +359,9 @@ class Connection:
         is_given = False
         while not is_given:
             with self._changed:
-                self._changed.wait_for(lambda: self._socket is not None or self._error is not None)
-                connected, error = self._socket, self._error
-                if error is not None or connected is None:
+                self._changed.wait_for(lambda: self._line is not None or self._error is not None)
+                line, error = self._line, self._error
+                if error is not None or line is None:
                     break
                 again = self._again.popleft() if self._again else None
                 is_given = again is None
@@ -346,9 +376,9 @@ class Connection:
                 self._is_asked = False
                 self._num_acknowledged, self._writes = self._num_received, True
             try:
-                self._write(connected, again or operation, tag)
+                self._write(line, again or operation, tag)
             except OSError as failure:
-                self._break(connected, failure)
+                self._break(line, failure)
             except Exception as failure:  # whatever it is, nobody must wait for ever
                 self.end(_lost(failure))
             with self._changed:
@@ -357,44 +387,41 @@ class Connection:
         if operation is not None:
             operation.end(None if is_given else self._error)
 
-    def _write(self, connected: socket.socket, operation: Operation | None, tag: int | None) -> None:
+    def _write(self, line: Line, operation: Operation | None, tag: int | None) -> None:
         """Send a message; or, if there is none, a header with this tag."""
-        if operation is None:
-            if tag is not None:
-                connected.sendall(_HEADER.pack(0, tag, 0, self._num_acknowledged))
-            return
-        size = operation.memory.numel()
-        header = _HEADER.pack(operation.order, operation.tag, size, self._num_acknowledged)
-        if len(header) + size <= _JOINED:
-            connected.sendall(header + operation.view)
-        else:
-            connected.sendall(header, _MORE)
-            connected.sendall(operation.view)
+        if operation is not None:
+            size = operation.memory.numel()
+            line.send(
+                _HEADER.pack(operation.order, operation.tag, size, self._num_acknowledged), operation.view
+            )
+        elif tag is not None:
+            line.send(_HEADER.pack(0, tag, 0, self._num_acknowledged))
 
     def _receive_all(self) -> None:
         header, rest = memoryview(bytearray(_HEADER.size)), memoryview(bytearray(_SKIPPED))
-        while (connected := self._to_read()) is not None:
+        while (line := self._to_read()) is not None:
             try:
                 while True:
-                    self._receive_next(connected, header, rest)
+                    self._receive_next(line, header, rest)
             except OSError as error:
-                self._break(connected, error)
+                self._break(line, error)
             except Exception as error:  # whatever it is, nobody must wait for ever
                 self.end(_lost(error))
         self._sender.join()
-        self._last.close()
+        if self._last is not None:
+            self._last.socket.close()
 
-    def _to_read(self) -> socket.socket | None:
+    def _to_read(self) -> Line | None:
         """The socket, once there is one; None once the connection has ended."""
         with self._changed:
             self._reads = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._socket is not None or self._error is not None)
+            self._changed.wait_for(lambda: self._line is not None or self._error is not None)
             self._reads = self._error is None
-            return self._socket if self._reads else None
+            return self._line if self._reads else None
 
-    def _receive_next(self, connected: socket.socket, header: memoryview, rest: memoryview) -> None:
-        _fill(connected, header)
+    def _receive_next(self, line: Line, header: memoryview, rest: memoryview) -> None:
+        line.fill(header)
         order, tag, size, received = _HEADER.unpack(header)
         with self._changed:
             self._acknowledge(received)
@@ -405,14 +432,15 @@ class Connection:
             return
         if tag == _GOODBYE:
             raise ConnectionLost(CLOSED)
-        operation, left = self._asked_for(order, tag, connected), size
+        operation, left = self._asked_for(order, tag, line), size
         try:
             if operation is None:
                 while left:
-                    left -= _fill(connected, rest[:left])
+                    line.fill(rest[:left])
+                    left -= len(rest[:left])
             else:
                 operation.expect(size)
-                _fill(connected, operation.view)
+                line.fill(operation.view)
         except Exception as error:
             if operation is not None:
                 self._give_back(operation, error)
@@ -426,12 +454,12 @@ class Connection:
         if operation is not None:
             operation.end()
 
-    def _asked_for(self, order: int, tag: int, connected: socket.socket) -> Operation | None:
+    def _asked_for(self, order: int, tag: int, line: Line) -> Operation | None:
         """What asks for a message, once somebody does; None if nobody will."""
         with self._changed:
             while order >= self._newest or self._error is not None:
                 self._check()
-                if self._socket is not connected:
+                if self._line is not line:
                     raise OSError(CLOSED)
                 operations = self._asked.get((order, tag))
                 if operations:
@@ -453,17 +481,6 @@ class Connection:
                 operation.end(_lost(error))
             else:
                 self._asked.setdefault((operation.order, operation.tag), deque()).appendleft(operation)
-
-
-def _fill(connected: socket.socket, memory: memoryview) -> int:
-    """Receive as many bytes as the memory has; returns how many these are. Raises OSError if they do not come."""
-    size, filled = len(memory), 0
-    while filled < size:
-        came = connected.recv_into(memory[filled:], size - filled, socket.MSG_WAITALL)
-        if not came:
-            raise ConnectionResetError(errno.ECONNRESET, CLOSED)
-        filled += came
-    return size
 
 
 def _lost(error: Exception) -> Exception:

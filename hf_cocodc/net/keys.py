@@ -3,12 +3,12 @@
 With its identity, each end of a connection to the coordinator proves that it has the secret (TLS 1.3): a key, and a certificate
 which the key signs. Both follow from the secret, so every process makes the very same certificate, and takes no other.
 
-What processes send each other otherwise is sealed with AES-256-GCM. One cipher is for one direction, and has a key that nothing
-else has. A message carries its number, so no two have the same nonce, and what is bound to it (`about`) must be equal at both
-ends: a message cannot be put into another's place.
+What processes send each other otherwise is sealed with AES-256-GCM. One cipher is for one direction of one socket, and has a key
+that nothing else has. Its messages are numbered, so no two have the same nonce, and none opens in another's place.
 """
 
 import datetime
+import errno
 import functools
 import hashlib
 import hmac
@@ -17,7 +17,6 @@ import re
 import secrets
 import ssl
 import tempfile
-import threading
 from typing import Any
 
 from cryptography import x509
@@ -25,8 +24,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-from ..errors import LinkError
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +33,7 @@ SECRET_BYTES = 32
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
 """No machine's clock keeps anybody out."""
-_NUMBER = 8
-_TAG = 16
-_END = 1 << 63
-_NO_ROOM = b"\0\0\0\0"
-"""The first bytes of a nonce: the number of the message follows, and a key has one sender."""
+_NONCE_BYTES = 12
 
 
 class Keys:
@@ -118,39 +111,38 @@ def identity(keys: Keys) -> Identity:
     return Identity(keys)
 
 
-class Altered(LinkError):
-    """A message is not as it was sent, or not from whom it should be."""
+class Altered(OSError):
+    """What has come is not as it was sent, or not from whom it should be."""
 
 
 class Cipher:
-    """Seals messages at one end, opens them at the other: number (8 bytes), AES-256-GCM, tag (16). `overhead`: bytes added."""
+    """Seals messages at one end, opens them in the same order at the other (AES-256-GCM). For one thread at a time.
 
-    overhead = _NUMBER + _TAG
+    `overhead`: bytes that it adds.
+    """
+
+    overhead = 16
 
     def __init__(self, keys: Keys) -> None:
         self._aes = AESGCM(keys.raw)
-        self._num_sealed = 0
-        self._lock = threading.Lock()
+        self._number = 0
 
-    def seal(self, data: Any, about: bytes = b"") -> bytes:
-        """A message (any buffer of bytes) for the other end. Any thread may call it. Raises LinkError after 2**63 messages."""
-        with self._lock:
-            number = self._num_sealed
-            if number >= _END:
-                raise LinkError("a connection has sent 2**63 messages: connect again.")
-            self._num_sealed += 1
-        number_bytes = number.to_bytes(_NUMBER, "big")
-        return number_bytes + self._aes.encrypt(_NO_ROOM + number_bytes, data, about)
+    def seal(self, data: Any) -> bytes:
+        """The next message (any buffer of bytes) for the other end."""
+        return self._aes.encrypt(self._nonce(), data, None)
 
-    def open(self, data: Any, about: bytes = b"") -> bytes:
-        """The message that the other end has sealed. Raises Altered if it has not, or not with this `about`."""
-        sealed = memoryview(data).cast("B")
-        if len(sealed) < self.overhead:
-            raise Altered(f"{len(sealed)} bytes are too few for a sealed message")
+    def open(self, sealed: Any) -> bytes:
+        """The next message that the other end has sealed. Raises Altered if this is none."""
         try:
-            return self._aes.decrypt(_NO_ROOM + bytes(sealed[:_NUMBER]), sealed[_NUMBER:], about)
+            return self._aes.decrypt(self._nonce(), sealed, None)
         except InvalidTag:
-            raise Altered("a message was altered, or comes from somebody else") from None
+            raise Altered(
+                errno.EBADMSG, "what came was altered on its way, or comes from somebody else"
+            ) from None
+
+    def _nonce(self) -> bytes:
+        self._number += 1
+        return self._number.to_bytes(_NONCE_BYTES, "big")
 
 
 Ciphers = tuple[Cipher, Cipher]

@@ -4,7 +4,6 @@ Both regions say over the coordinator where they listen, and both try to reach t
 """
 
 import contextlib
-import hashlib
 import math
 import secrets
 import socket
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ..errors import LinkError, short
 from ..threads import NativeThread
@@ -21,6 +20,7 @@ from .addresses import is_from, named
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
 from .letters import Introduction, Whereabouts
+from .line import CiphersFor
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
 from .recovery import Denied, Liveness, Recovery, stream_verdict, verdict
@@ -40,16 +40,6 @@ STREAMS = 65, 255
 """The smallest and the largest number of a stream. Smaller ones are of the connections that a pair always has."""
 _LOOK_S = 0.2
 _RECALL_S = 2.0
-
-
-class Stream(NamedTuple):
-    """A connection for one long conversation with another region, beside the transfers, and the ciphers for it.
-
-    Like any other connection of a pair it comes back if it breaks. Whoever has opened it closes it.
-    """
-
-    connection: Connection
-    ciphers: Ciphers | None
 
 
 class Pair:
@@ -83,7 +73,6 @@ class Pair:
     ) -> None:
         self._ids, self._keys, self._relay = (region, other), keys, relay
         self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
-        self.ciphers: Ciphers | None = None
         self.region = other
         self.control: Connection | None = None
         self.bulk: list[Connection] = []
@@ -92,6 +81,7 @@ class Pair:
         self._called: tuple[str, int] | None = None
         self._callers: list[tuple[str, int]] = []
         self._token = self._resumes = self._role = b""
+        self._sealing: Keys | None = None
         self._congestion: str | None = None
         self._word = word
         self._recovery = Recovery(self._call_again, self._judge, self._end)
@@ -132,45 +122,81 @@ class Pair:
         finally:
             self._port.forget(token)
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
-        if self._keys is not None:
-            # the keys follow from whom the ends expect: what comes from anybody else does not open
-            about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
-            self.ciphers = ciphers(self._keys.of("pair", *about), region < other)
+        # what comes from anybody but the ends that are expected does not open
+        about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
+        self._sealing = None if self._keys is None else self._keys.of("pair", *about)
         if is_relayed:
             self.way, self._role = "relayed", role_at_relay(region < other)
-            self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
-        else:
-            base = token if self._called is None else theirs.token
-            self._token, self._resumes = (
-                hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
-            )
+        # who listens on the way knows neither the shares nor the secret, and so no token that has not been said
+        self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
         if self._called is None:
             self._callers = [each for each in theirs.addresses if is_from(connection, each[0])]
             self._port.expect(self._token, self._arrive)
             self._port.expect(self._resumes, self._come_back)
-        self.control = self._connection(connection, str(other))
+        self.control = self._connection(0, str(other))
+        self._attach(self.control, connection)
 
     def widen(self, count: int, congestion: str | None = None) -> None:
         """Make payload connections; the end that made the first call makes all. Raises LinkError if they cannot be made."""
         numbers = range(1, count + 1)
-        opened = side_by_side([partial(self._open, number, self._timeout_s) for number in numbers], count)
         self._congestion = congestion
         self.bulk = [
-            self._connection(each, f"{self.region}-{index}", congestion) for index, each in enumerate(opened)
+            self._connection(number, f"{self.region}-{number - 1}", congestion) for number in numbers
         ]
 
-    def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Stream:
-        """Open a stream. Both ends do, with a number that no other stream has: see `STREAMS`.
+        def make(number: int) -> None:
+            self._attach(self.bulk[number - 1], self._open(number, self._timeout_s))
 
-        `look` is called several times a second while this end waits, and may raise. Raises LinkError if the other end cannot be
-        reached, or has not called in time.
+        side_by_side([partial(make, number) for number in numbers], count)
+
+    def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Connection:
+        """Open a stream: a connection for one long conversation, beside the transfers. Whoever has opened it closes it.
+
+        Both ends do, with a number that no other stream has: see `STREAMS`. It comes back if it breaks. `look` is called
+        several times a second while this end waits, and may raise. Raises LinkError if the other end cannot be reached, or has
+        not called in time.
         """
-        opened, name = self._open(number, timeout_s, look), f"{self.region}-stream"
-        connection = Connection(opened, name, self._stream_recovery.begin, self._congestion)
+        opened = self._open(number, timeout_s, look)
+        connection = Connection(
+            f"{self.region}-stream", self._stream_recovery.begin, self._congestion, self._ciphers_for(number)
+        )
         with self._changed:
             self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
             self._streams[number] = connection
-        return Stream(connection, self.ciphers)
+
+        def attach() -> None:  # the other end may not have opened it yet
+            try:
+                connection.attach(opened, timeout_s)
+            except OSError:
+                self._stream_recovery.begin(connection)
+            except ConnectionLost:  # it is closed
+                pass
+
+        NativeThread(attach, "hf_cocodc-connect").start()
+        return connection
+
+    def _attach(self, connection: Connection, opened: socket.socket) -> None:
+        """Let a new connection begin on a socket. Raises LinkError, and ends it, if that fails."""
+        try:
+            connection.attach(opened, self._timeout_s)
+        except (OSError, ConnectionLost) as error:
+            connection.close()
+            why = short(getattr(error, "strerror", None) or error, 300)
+            raise LinkError(
+                f"region {self._ids[0]} and region {self.region} reach each other, and cannot speak to each other: {why}."
+            ) from error
+
+    def _ciphers_for(self, number: int) -> CiphersFor | None:
+        """Makes the ciphers for the sockets of connection `number`."""
+        if self._sealing is None:
+            return None
+        keys, is_first = self._sealing, self._ids[0] < self._ids[1]
+
+        def make(own: bytes, theirs: bytes) -> Ciphers:
+            both = (own, theirs) if is_first else (theirs, own)
+            return ciphers(keys.of("socket", number, *(each.hex() for each in both)), is_first)
+
+        return make
 
     def _open(
         self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -208,8 +234,8 @@ class Pair:
         if earlier is not None:
             earlier.close()
 
-    def _connection(self, connected: socket.socket, name: str, congestion: str | None = None) -> Connection:
-        return Connection(connected, name, self._recovery.begin, congestion)
+    def _connection(self, number: int, name: str, congestion: str | None = None) -> Connection:
+        return Connection(name, self._recovery.begin, congestion, self._ciphers_for(number))
 
     def _call_again(self, connection: Connection) -> None:
         """Call for a broken connection; or look whether the region is there, if it calls."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..threads import NativeThread
-from .connection import CLOSED, Connection, ConnectionLost
+from .connection import Connection, ConnectionLost
+from .line import CLOSED
 
 logger = logging.getLogger(__name__)
 

@@ -2,19 +2,16 @@
 
 import contextlib
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import LinkError, RegionLostError
+from ..errors import LinkError
 from .connection import ConnectionLost, Operation
-from .keys import Altered, Cipher
 from .pairs import Pair
 
 LARGEST = 1 << 20
@@ -125,7 +122,7 @@ class View:
         return next(self._tags)
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> UnderWay:
-        """Wait for the rate limit, then start to send bytes on payload connection `index`. Encryption adds 24 bytes."""
+        """Wait for the rate limit, then start to send bytes on payload connection `index`."""
         self._throttle.wait(payload.numel(), self._revoked)
         return self._start(region, index, "send", payload, tag, what)
 
@@ -189,20 +186,7 @@ class View:
         self, region: int, index: int | None, kind: str, memory: Tensor, tag: int, what: str
     ) -> UnderWay:
         """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
-        pair, then, is_own = self._pairs[region], None, False
-        if pair.ciphers is not None:
-            # a message cannot be put into the place of another one
-            about = struct.pack(">QQqq", self._order, tag, -1 if index is None else index, memory.numel())
-            if kind == "send":
-                memory = torch.frombuffer(
-                    bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
-                )
-                is_own = True
-            else:
-                cipher, asked = pair.ciphers[1], memory
-                memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8, device="cpu")
-                then = partial(_open, pair.region, cipher, memory, asked, about, what)
-        operation = Operation(self._order, tag, memory, then, is_own)
+        pair, operation = self._pairs[region], Operation(self._order, tag, memory)
         with self._naming(pair.region, what):
             self._check()
             getattr(pair.connection(index), kind)(operation)
@@ -226,19 +210,6 @@ class View:
             # in a fixed run those that have lost a region end, too: the first one is to blame
             first = min(self._pairs.values(), key=lambda pair: pair.lost_at)
             raise self._explain(first.region, what, time.perf_counter() - since, error) from error
-
-
-def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: bytes, what: str) -> None:
-    """Open what has come, into the memory that was asked for."""
-    try:
-        message = cipher.open(sealed.numpy(), about)
-    except Altered as error:
-        raise RegionLostError(
-            region,
-            f"what came from region {region} for {what} is not what that region has sent: {error}. Somebody on the network "
-            "between the regions alters it.",
-        ) from error
-    memoryview(asked.numpy())[:] = message
 
 
 class Swap(NamedTuple):

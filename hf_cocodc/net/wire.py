@@ -12,10 +12,11 @@ from functools import partial
 import torch
 
 from ..errors import LinkError, RegionLostError
+from .connection import Connection
 from .keys import Keys
 from .letters import Introduction
 from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
-from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, Stream, connections_for, side_by_side
+from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
 from .port import Port
 from .recovery import Liveness, NotBack
 from .view import LARGEST, Throttle, View, Waits
@@ -175,7 +176,7 @@ class Wire:
 
     def stream(
         self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
-    ) -> Stream:
+    ) -> Connection:
         """Open a stream to a region; see `Pair.stream`. Raises LinkError if it is not connected, or cannot be reached."""
         with self._lock:
             pair = self._pairs.get(region)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import math
-import secrets
 import shutil
 import threading
 import time
@@ -24,9 +23,8 @@ from torch import Tensor, nn
 
 from ..errors import LinkError
 from ..link.log import Log, to_plain
-from ..net.connection import ConnectionLost, Operation
-from ..net.keys import Cipher
-from ..net.pairs import STREAMS, Stream
+from ..net.connection import Connection, ConnectionLost, Operation
+from ..net.pairs import STREAMS
 from ..net.validation import Count
 from ..threads import NativeThread
 from . import checkpoint as disk
@@ -57,7 +55,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
-OpenStream = Callable[[int, float, Callable[[], object]], Stream]
+OpenStream = Callable[[int, float, Callable[[], object]], Connection]
 """Opens a stream by its number, within some seconds, during which it calls a function that may raise."""
 
 
@@ -71,10 +69,9 @@ class Inner(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """How a newcomer gets its base: the number of the stream, a token that no other stream has, and the base's inner step."""
+    """How a newcomer gets its base: the number of the stream, and the base's inner step."""
 
     number: Annotated[int, Meta(ge=STREAMS[0], le=STREAMS[1])]
-    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     step: Count
 
 
@@ -114,7 +111,6 @@ class Frames:
     """Sends and receives frames, for one thread at a time; methods raise LinkError if the stream has ended, or has no frame.
 
     Args:
-        token: with a secret of the run, what is sealed on this stream opens on no other one.
         alive: called now and then while the other end sends or takes nothing; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.
         patience_s: seconds without a message after which the other end counts as gone, while this end waits for it.
@@ -122,15 +118,13 @@ class Frames:
 
     def __init__(
         self,
-        stream: Stream,
-        token: bytes = b"",
+        stream: Connection,
         alive: Callable[[], object] = lambda: None,
         rate: float | None = None,
         patience_s: float = math.inf,
     ) -> None:
-        self._connection, self._ciphers = stream
+        self._connection = stream
         self._alive, self._rate, self._patience_s = alive, rate, patience_s
-        self._token, self._num_sent, self._num_received = token, 0, 0
         # the other end must never wait longer for the next chunk than it takes to send it
         self._most = _CHUNK if rate is None else max(min(int(rate * _POLL_S), _CHUNK), 1)
         self._free_at = time.monotonic()
@@ -210,26 +204,15 @@ class Frames:
     def _send(self, data: bytes | memoryview) -> None:
         while (pause_s := self._free_at - time.monotonic()) > 0:
             time.sleep(min(pause_s, _POLL_S))
-        if self._ciphers is not None:
-            data = self._ciphers[0].seal(data, self._about(self._num_sent))
-        self._num_sent += 1
         operation = Operation(0, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), is_own=True)
         self._wait(self._connection.send, operation, math.inf)
         if self._rate is not None:
             self._free_at = max(self._free_at, time.monotonic()) + len(data) / self._rate
 
     def _receive(self) -> bytes:
-        overhead = 0 if self._ciphers is None else Cipher.overhead
-        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), most=_LONGEST + overhead)
+        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), most=_LONGEST)
         self._wait(self._connection.receive, operation, self._patience_s)
-        data = operation.memory.numpy().tobytes()
-        about = self._about(self._num_received)
-        self._num_received += 1
-        return data if self._ciphers is None else self._ciphers[1].open(data, about)
-
-    def _about(self, number: int) -> bytes:
-        """What binds a message to its place on this stream."""
-        return self._token + number.to_bytes(8, "big")
+        return operation.memory.numpy().tobytes()
 
     def _wait(self, start: Callable[[Operation], object], operation: Operation, patience_s: float) -> None:
         """Start to send or to receive a message, and wait until it is done."""
@@ -272,7 +255,7 @@ class Donation:
         self._files = files_in(folder)
         num_bytes = sum(path.stat().st_size for path in self._files.values())
         self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
-        self.offer, self._open_stream = Offer(number, secrets.token_hex(32), step), open_stream
+        self.offer, self._open_stream = Offer(number, step), open_stream
         self.over = False
         self._ended = threading.Event()
         self._last, self._until = _GONE, math.inf
@@ -302,7 +285,7 @@ class Donation:
         frames = None
         try:
             stream = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
-            frames = Frames(stream, bytes.fromhex(self.offer.token), self._newcomer_waits, self._rate)
+            frames = Frames(stream, self._newcomer_waits, self._rate)
             self._send(frames)
             frames.drain(_TAKEN_WITHIN_S)
         except (LinkError, OSError) as error:

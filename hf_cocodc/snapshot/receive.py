@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import CheckpointError, DonorLost, LinkError, RunFinished, RunOver, short
 from ..link.log import Item, from_plain
+from ..net.connection import Connection
 from ..net.letters import Member
-from ..net.pairs import Stream
 from ..net.validation import Count
 from ..status import tell
 from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered
@@ -113,7 +113,6 @@ def receive(
         raise lost from error
     frames = Frames(
         stream,
-        bytes.fromhex(offer.token),
         alive,
         patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
@@ -218,7 +217,7 @@ class Donors:
         region: int,
         post: Callable[[Member, str], object],
         is_there: Callable[[Member], bool],
-        stream: Callable[..., Stream],
+        stream: Callable[..., Connection],
     ) -> None:
         self._region, self._post, self._is_there, self._stream = region, post, is_there, stream
         self._asked: Member | None = None

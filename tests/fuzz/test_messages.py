@@ -31,7 +31,7 @@ from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.letters import from_plain as whereabouts
-from hf_cocodc.net.pairs import STREAMS, Stream
+from hf_cocodc.net.pairs import STREAMS
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot.checkpoint import Facts, put_together
 from hf_cocodc.snapshot.donor import Frames, offered
@@ -39,6 +39,7 @@ from hf_cocodc.snapshot.files import check_files
 from hf_cocodc.tools.doctor import others
 from hf_cocodc.tools.doctor.facts import lines
 from hf_cocodc.tools.doctor.others import places
+from tests.net.ends import ends_on
 from tests.secret import secret
 
 ADDRESS = "127.0.0.1:29400"
@@ -148,11 +149,11 @@ def test_first_lines_at_a_coordinator(said: dict[str, Any], keys: Keys | None) -
         json.dumps(why, ensure_ascii=False).encode()
 
 
-@given(st.dictionaries(st.sampled_from(("number", "token", "step")), PLAIN), LEAVES)
+@given(st.dictionaries(st.sampled_from(("number", "step")), PLAIN), LEAVES)
 def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
     with contextlib.suppress(ValueError, KeyError):
-        offer = offered({"token": "0f" * 32, **said})
-        assert STREAMS[0] <= offer.number <= STREAMS[1] and len(offer.token) == 64
+        offer = offered(said)
+        assert STREAMS[0] <= offer.number <= STREAMS[1]
     with contextlib.suppress(InputError, ValueError):
         for host, port in places(str(address)):
             assert host and 0 < port < 65536
@@ -161,7 +162,7 @@ def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
 @given(said=st.binary(max_size=100), place=st.integers(0, 59), bit=st.integers(0, 7))
 def test_sealed_messages(said: bytes, place: int, bit: int) -> None:
     """What nobody sealed is none, nor is one of which a bit has changed."""
-    altered = bytearray(Cipher(KEYS).seal(b"x" * 36))
+    altered = bytearray(Cipher(KEYS).seal(b"x" * 44))
     altered[place] ^= 1 << bit
     for each in (said, altered):
         with pytest.raises(Altered):
@@ -200,15 +201,15 @@ def test_an_announcement_takes_no_memory() -> None:
 
 
 @contextlib.contextmanager
-def stream_that_says(messages: list[bytes]) -> Iterator[Stream]:
+def stream_that_says(messages: list[bytes]) -> Iterator[Connection]:
     """The end of one on which these messages come, and then a goodbye."""
     with ends() as (one, other):
-        there, here = Connection(one, "there"), Connection(other, "here")
+        there, here = ends_on((one, other))
         for message in messages:
             there.send(Operation(0, 0, torch.frombuffer(bytearray(message), dtype=torch.uint8), is_own=True))
         closing = threading.Thread(target=lambda: (there.drain(math.inf), there.close()))
         closing.start()
-        yield Stream(here, None)
+        yield here
         here.close()
         closing.join()
 

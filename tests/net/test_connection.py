@@ -17,8 +17,12 @@ import pytest
 import torch
 
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.line import Line
 from tests.link.memory import PATIENCE_S, at_once, wait_until
+from tests.net.ends import ends_on
 
+KEYS = Keys(bytes(range(32)))
 Ends = tuple[Connection, Connection]
 
 
@@ -27,8 +31,8 @@ def ends() -> Iterator[Ends]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    both = Connection(one, "a"), Connection(other, "b")
-    yield both
+    both = ends_on((one, other))
+    yield both[0], both[1]
     for each in both:
         each.close()
 
@@ -137,15 +141,6 @@ def test_a_message_of_another_size_ends_the_connection(ends: Ends) -> None:
         asked.wait(PATIENCE_S)
 
 
-def test_what_follows_a_message_is_done_once_it_has_come(ends: Ends) -> None:
-    done: list[str] = []
-    operation = Operation(1, 0, full(0), lambda: done.append("opened"))
-    ends[1].receive(operation)
-    send(ends[0], 1, 0, full(1))
-    operation.wait(PATIENCE_S)
-    assert done == ["opened"]
-
-
 def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if it closes the connection at once: at the end of a run it needs nothing more."""
     write = Connection._write
@@ -161,13 +156,11 @@ def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.M
 class Lasting:
     """Two ends whose sockets break, and are replaced at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys | None) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._broken: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.sockets = self._connect()
-        self.ends = [
-            Connection(each, name, self._broken.put) for each, name in zip(self.sockets, "ab", strict=True)
-        ]
+        self.ends = ends_on(self.sockets, (keys, keys), broken=self._broken.put)
         self.count = 0
 
     def _connect(self) -> tuple[socket.socket, socket.socket]:
@@ -196,9 +189,9 @@ class Lasting:
         self._server.close()
 
 
-@pytest.fixture
-def lasting() -> Iterator[Lasting]:
-    found = Lasting()
+@pytest.fixture(params=[None, KEYS], ids=["open", "sealed"])
+def lasting(request: pytest.FixtureRequest) -> Iterator[Lasting]:
+    found = Lasting(request.param)
     yield found
     found.close()
 
@@ -273,7 +266,7 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
     assert lasting.ends[0]._sent
     if how == "cut":
         lasting.sockets[0].shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: lasting.ends[0]._socket is None)
+        wait_until(lambda: lasting.ends[0]._line is None)
         threading.Timer(0.3, lasting.mend).start()
     lasting.ends[0].drain(time.monotonic() + (0.0 if how == "cut" else PATIENCE_S))
     assert not lasting.ends[0]._sent
@@ -309,7 +302,15 @@ def test_a_count_that_cannot_be_is_not_believed(lasting: Lasting, count: int) ->
         come(asked)
     lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
     one, other = lasting._connect()
-    other.sendall(struct.pack(">Q", count))
+    line = Line(other)
+    opening = threading.Thread(target=line.open, args=(PATIENCE_S, lasting.ends[1]._ciphers_for))
+    opening.start()
+
+    def say() -> None:
+        opening.join()
+        line.send(struct.pack(">Q", count))
+
+    threading.Thread(target=say).start()
     with pytest.raises(
         ConnectionLost,
         match=f"{count} messages have come, and that cannot be: it has had 2 before, and 2 were",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import random
 import socket
@@ -21,6 +22,7 @@ from hf_cocodc.net import recovery
 from hf_cocodc.net.connection import ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Introduction, Whereabouts
+from hf_cocodc.net.port import dial
 from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, stream_verdict, verdict
 from hf_cocodc.net.view import View
 from hf_cocodc.net.wire import Wire
@@ -81,14 +83,15 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
         for wire in both.wires:
             wire.liveness_of = lambda region: Liveness(time.monotonic())  # it has just lost both
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 70, 5.0) for wire in both.wires))
-        ends = [stream.connection for stream in streams]
+        ends = streams
+        wait_until(lambda: all(math.isinf(end.broken_at) for end in ends))
         waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
         ends[1 - closes].receive(waits)
         broken = threading.Event()
         ends[closes]._broken = lambda connection: broken.set()  # it does not come back by itself
-        socket_of = ends[closes]._socket
-        assert socket_of is not None
-        socket_of.shutdown(socket.SHUT_RDWR)
+        line = ends[closes]._line
+        assert line is not None
+        line.socket.shutdown(socket.SHUT_RDWR)
         assert broken.wait(PATIENCE_S)  # the other end may have brought it back by now
         ends[closes].close()
         with pytest.raises(ConnectionLost):
@@ -106,11 +109,11 @@ def test_a_stream_that_nobody_has_taken_costs_no_pair(
     monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
     with routed(caller=caller, timeout_s=6.0) as both:
         calls, called = both.wires[caller], both.wires[1 - caller]
-        stream = calls.stream(called.region, 70, 5.0).connection
+        stream = calls.stream(called.region, 70, 5.0)
         wait_until(lambda: 70 in called._pairs[calls.region]._came)
         both.router.cut()
         if is_taken:
-            late = called.stream(calls.region, 70, 5.0).connection
+            late = called.stream(calls.region, 70, 5.0)
             waits = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
             late.receive(waits)
             stream.send(Operation(0, 0, torch.ones(3, dtype=torch.uint8)))
@@ -151,6 +154,7 @@ class Router:
         self.address: tuple[str, int] = self._server.getsockname()
         self.is_blocked = False
         self.num_cut = 0
+        self.alters = 0  # of so many chunks to come, each first byte
         self.heard = bytearray()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -172,6 +176,9 @@ class Router:
         with contextlib.suppress(OSError):
             while chunk := one.recv(1 << 16):
                 self.heard += chunk
+                if self.alters and len(chunk) > 1000:
+                    self.alters -= 1
+                    chunk = bytes([chunk[0] ^ 1]) + chunk[1:]
                 other.sendall(chunk)
         for each in (one, other):
             with contextlib.suppress(OSError):
@@ -274,6 +281,40 @@ def test_resets_in_the_middle_of_transfers_cost_no_bit(caller: int, keys: Keys |
         assert [wire.ways[1 - wire.region] for wire in both.wires] == 2 * [
             "direct" if caller == 0 else "reversed"
         ]
+
+
+def test_a_changed_byte_costs_a_socket_and_no_region(caplog: pytest.LogCaptureFixture) -> None:
+    """What it was in comes again; the log says once that something alters what is sent."""
+    with routed(keys=KEYS) as both:
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        both.router.alters = 5
+        found = at_once(*(partial(swapped, view, 100 * i, 20, 300_000) for i, view in enumerate(views)))
+        assert [each.unique().tolist() for each in found[0]] == [[100 + number] for number in range(20)]
+        assert both.router.alters == 0
+    assert "altered on its way" in caplog.text
+
+
+def test_who_says_a_token_that_was_heard_cuts_no_connection() -> None:
+    """It cannot answer for the other end: the socket that there is stays."""
+    with routed(keys=KEYS) as both:
+        pair = both.wires[1]._pairs[0]
+        before = [each.whole_since for each in pair.connections]
+        for number in range(3):
+            with (
+                dial(HOST, both.wires[1].port, pair._resumes, number, 5.0) as stranger,
+                contextlib.suppress(OSError),
+            ):
+                stranger.sendall(bytes(32) + bytes(5000))
+                stranger.settimeout(PATIENCE_S)
+                while stranger.recv(1 << 16):
+                    pass
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        at_once(*(partial(swapped, view, 40, 4, 1000) for view in views))
+        assert before == [each.whole_since for each in pair.connections]
+        heard = bytes(both.router.heard)
+        assert heard[:32] not in (pair._token, pair._resumes)
+        for what in (b"payloads", b"again"):
+            assert hashlib.sha256(what + heard[:32]).digest() not in (pair._token, pair._resumes)
 
 
 def test_who_listens_between_two_regions_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,8 @@ import torch
 from hf_cocodc.errors import LinkError
 from hf_cocodc.net import reaching
 from hf_cocodc.net.addresses import free_port
-from hf_cocodc.net.connection import Operation
+from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.pairs import Stream
 from hf_cocodc.net.recovery import Liveness
 from hf_cocodc.net.relay import RelayProcess
 from hf_cocodc.net.wire import Wire
@@ -117,15 +116,15 @@ def test_a_region_that_nobody_can_call_calls_the_other_one() -> None:
             speak(*both)
             streams = [wire.stream(1 - wire.region, 99, 20.0) for wire in _callers(both)]
             say(*streams)
-            for each in (*both, *(stream.connection for stream in streams)):
+            for each in (*both, *streams):
                 each.close()
 
 
-def say(one: Stream, other: Stream) -> None:
+def say(one: Connection, other: Connection) -> None:
     """A message whose length the other end does not know before."""
     got = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
-    other.connection.receive(got)
-    one.connection.send(Operation(0, 0, torch.full((5,), 7, dtype=torch.uint8)))
+    other.receive(got)
+    one.send(Operation(0, 0, torch.full((5,), 7, dtype=torch.uint8)))
     got.wait(20.0)
     assert got.memory.tolist() == [7] * 5
 
@@ -224,7 +223,7 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         speak(*both, order=2)
         say(*streams)
         assert "relay: it has ended, and is started again" in said
-        for each in (*both, *(stream.connection for stream in streams)):
+        for each in (*both, *streams):
             each.close()
     relay.close()
 

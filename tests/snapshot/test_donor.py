@@ -22,15 +22,15 @@ from hf_cocodc.errors import CheckpointError, DonorLost, LinkError, RunOver
 from hf_cocodc.link.log import Entry, Marker, to_plain
 from hf_cocodc.link.records import ROW
 from hf_cocodc.net.connection import Connection
-from hf_cocodc.net.keys import Keys, ciphers
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Member
-from hf_cocodc.net.pairs import Stream
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import donor, folders
 from hf_cocodc.snapshot import receive as receiving
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file
 from hf_cocodc.snapshot.receive import Base, Donors, receive
+from tests.net.ends import ends_on
 from tests.net.test_recovery import routed
 from tests.secret import secret
 from tests.snapshot.test_checkpoints import FACTS
@@ -39,7 +39,7 @@ from tests.snapshot.test_take_over import ADAM, same
 RUN = 11
 PATIENCE_S = 60.0
 LARGEST = 1 << 20
-OFFER: dict[str, Any] = {"number": 70, "token": "0f" * 32, "step": 3}
+OFFER: dict[str, Any] = {"number": 70, "step": 3}
 KEYS = Keys.from_secret(secret("a long secret of ours"))
 SEALED = [None, KEYS]
 SEALED_NAMES = ["open", "sealed"]
@@ -63,38 +63,35 @@ ENTRY = Entry(
 MARKER = Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,))
 
 
-def streams(keys: Keys | None = None, others: Keys | None = None) -> tuple[Stream, Stream]:
-    """Both ends of one; the second may have other keys."""
-    others = others or keys
-    return tuple(  # type: ignore[return-value]
-        Stream(Connection(end, "a test"), None if each is None else ciphers(each, is_first))
-        for end, each, is_first in zip(socket.socketpair(), (keys, others), (True, False), strict=True)
-    )
+def streams(keys: Keys | None = None) -> tuple[Connection, Connection]:
+    """Both ends of one."""
+    one, other = ends_on(socket.socketpair(), (keys, keys))
+    return one, other
 
 
 class Opening:
     """Opens both ends of a stream, once the newcomer wants its own."""
 
-    def __init__(self, keys: Keys | None = None, others: Keys | None = None) -> None:
-        self._keys, self._ends = (keys, others), queue.SimpleQueue[Stream]()
+    def __init__(self, keys: Keys | None = None) -> None:
+        self._keys, self._ends = keys, queue.SimpleQueue[Connection]()
         self._wanted = threading.Event()
 
-    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         assert number == OFFER["number"]
         while not self._wanted.wait(0.05):
             look()
-        mine, theirs = streams(*self._keys)
+        mine, theirs = streams(self._keys)
         self._ends.put(theirs)
         return mine
 
-    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         assert number == OFFER["number"]
         self._wanted.set()
         return self._ends.get(timeout=timeout_s)
 
 
-STREAMS: dict[str, Opening] = {}
-"""By the tokens of the offers."""
+STREAMS: dict[int, Opening] = {}
+"""By the numbers of the offers."""
 
 
 class Net(nn.Module):
@@ -107,15 +104,15 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(5.0))
 
 
-def given(tmp_path: Path, rate: float | None = None, *keys: Keys | None) -> Donation:
+def given(tmp_path: Path, rate: float | None = None, keys: Keys | None = None) -> Donation:
     """By region 0, at step 3."""
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner)
-    stream = Opening(*keys)
+    stream = Opening(keys)
     number = OFFER["number"]
     found = Donation(folder, number, stream.of_donor, 3, {"run": RUN, "started": STARTED}, "region 2", rate)
-    STREAMS[found.offer.token] = stream
+    STREAMS[found.offer.number] = stream
     return found
 
 
@@ -151,7 +148,7 @@ def received(
         if donation.over:
             raise DonorLost("it is gone")
 
-    stream = STREAMS[donation.offer.token].of_newcomer
+    stream = STREAMS[donation.offer.number].of_newcomer
     found = receive(offer or donation.offer, stream, tmp_path / "region-2", 2, 0, alive, timeout_s, **how)
     yield found
     found.close()
@@ -245,35 +242,6 @@ def test_a_log_that_grows_too_long_ends(
     ):
         next(base.items)
     assert "region 2 is so far behind" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", ["token", "keys"])
-def test_who_has_other_keys_gets_nothing(wrong: str, tmp_path: Path) -> None:
-    """Of the offer, or of the pair: what was recorded of one stream opens on no other one."""
-    donation = given(tmp_path, None, KEYS, KEYS.of("others") if wrong == "keys" else KEYS)
-    offer = donation.offer._replace(token="00" * 32) if wrong == "token" else donation.offer
-    with (
-        pytest.raises(DonorLost, match="region 0 sends its base no more: a message was altered"),
-        received(donation, tmp_path, offer=offer),
-    ):
-        pass
-    ended(donation, tmp_path)
-
-
-def test_a_message_opens_in_its_place_alone() -> None:
-    """One that is left out, comes twice, or comes from the other way is refused."""
-    one, other = streams(KEYS)
-    ends = [donor.Frames(each, b"token") for each in (one, other)]
-    ends[0].send("first")
-    assert ends[1].receive() == {"kind": "first"}
-    for place in (0, 2):
-        ends[0]._num_sent = place
-        ends[0].send("another")
-        with pytest.raises(LinkError, match="altered"):
-            ends[1].receive()
-        ends[1]._num_received = 1
-    for each in ends:
-        each.close()
 
 
 def test_a_donor_that_dies_in_the_middle_is_named(
@@ -375,7 +343,7 @@ def test_a_newcomer_that_is_frozen_keeps_nobody(
 def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Path) -> None:
     """And one whose donor is gone meanwhile."""
 
-    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         raise LinkError("region 0 has not called region 2 within 20 s.")
 
     with pytest.raises(DonorLost, match="offered a base, and is not reached: region 0 has not called"):
@@ -384,7 +352,7 @@ def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Pa
     def gone() -> None:
         raise DonorLost("it is lost")
 
-    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         look()
         raise AssertionError
 
@@ -413,10 +381,10 @@ def served(messages: list[bytes], is_silent: bool = False) -> tuple[Offer, donor
     return Offer(**OFFER), lambda *arguments: theirs
 
 
-def test_an_offer_has_numbers_and_a_token() -> None:
+def test_an_offer_has_numbers() -> None:
     assert donor.offered(OFFER) == Offer(**OFFER)
     wrong: list[dict[str, Any]] = [{"number": 64}, {"number": 256}, {"number": "70"}]
-    wrong += [{"step": -1}, {"step": 1 << 60}, {"token": 3}, {"token": "0f"}, {"token": "0f" * 32 + "\n"}]
+    wrong += [{"step": -1}, {"step": 1 << 60}]
     for each in wrong:
         with pytest.raises(ValueError, match="."):
             donor.offered({**OFFER, **each})
@@ -438,9 +406,9 @@ class Post:
     def is_there(self, member: Member) -> bool:
         return member in self.there
 
-    def stream(self, member: Member, *arguments: Any) -> Stream:
+    def stream(self, member: Member, *arguments: Any) -> Connection:
         assert member == ZERO
-        return STREAMS[self.answers["offer"]["token"]].of_newcomer(*arguments)
+        return STREAMS[self.answers["offer"]["number"]].of_newcomer(*arguments)
 
     def base_of(self, member: Member, tmp_path: Path) -> Base:
         return self.donors.base_of(member, tmp_path / "region-2", stuck_timeout_s=0.3, timeout_s=PATIENCE_S)
@@ -590,7 +558,7 @@ def test_what_is_no_value_is_refused(line: dict[str, Any]) -> None:
     with pytest.raises(LinkError, match="what is no value of ours"):
         donor.Frames(one).receive_tree(line, 1 << 20)
     for each in (one, other):
-        each.connection.close()
+        each.close()
 
 
 def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

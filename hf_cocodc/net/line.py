@@ -1,0 +1,125 @@
+"""One socket of a connection: what it sends and receives is sealed, if the run has a secret, and the kernel counts its bytes."""
+
+import errno
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from .keys import Ciphers
+
+CLOSED = "the other end has closed the connection"
+_NONCE_BYTES = 32
+_PROBE_BYTES = 4096
+"""More than fits into the usual packet."""
+_PROBE_S = 20.0
+"""A probe that has not come after so many seconds, while small packets do, does not come."""
+_RECORD = 256 << 10
+"""What is sealed at once: so much memory a line takes, whatever is sent."""
+_MORE = getattr(socket, "MSG_MORE", 0)
+_JOINED = 64 << 10
+"""A message of at most so many bytes leaves together with its header."""
+_STATE = struct.Struct("=2x2B4x48xI44x16x2Q")
+"""Of Linux's `tcp_info`: retransmits, probes, last_ack_recv (ms), bytes_acked, bytes_received."""
+_GONE_MS = 30_000
+_UNANSWERED = 2
+
+CiphersFor = Callable[[bytes, bytes], Ciphers]
+"""From the nonces of this end and of the other one: the ciphers of a socket, which no other socket has."""
+
+
+class Muted(OSError):
+    """Small packets pass, and large ones do not."""
+
+
+class Line:
+    """A connected socket, which blocks. Both ends `open` it before anything else is sent."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._ciphers: Ciphers | None = None
+        self._sealed = memoryview(b"")
+
+    def open(self, timeout_s: float, ciphers_for: CiphersFor | None) -> None:
+        """Make the ciphers, and prove them; see that large packets pass. Raises OSError: Muted if only small ones do."""
+        self.socket.settimeout(timeout_s)
+        nonce, theirs, probe = (
+            secrets.token_bytes(_NONCE_BYTES),
+            bytearray(_NONCE_BYTES),
+            bytearray(_PROBE_BYTES),
+        )
+        self.send(nonce)
+        self.fill(memoryview(theirs))
+        if ciphers_for is not None:
+            self._ciphers = ciphers_for(nonce, bytes(theirs))
+            self._sealed = memoryview(bytearray(_RECORD + self._ciphers[1].overhead))
+        self.socket.settimeout(min(timeout_s, _PROBE_S))
+        try:
+            self.send(bytes(_PROBE_BYTES))
+            self.fill(memoryview(probe))
+        except TimeoutError as error:
+            raise Muted(
+                errno.EMSGSIZE,
+                f"small packets pass, and none of {_PROBE_BYTES} bytes: look at the MTU of both machines and of what is between",
+            ) from error
+        self.socket.settimeout(None)
+
+    def send(self, header: bytes, content: bytes | memoryview = b"", flags: int = 0) -> None:
+        """Send a header and what follows it. Raises OSError if that fails."""
+        sent: Iterator[bytes | memoryview] = iter((header, content))
+        if self._ciphers is not None:
+            pieces = (content[at : at + _RECORD] for at in range(0, len(content), _RECORD))
+            sent = map(self._ciphers[0].seal, chain([header], pieces))
+        if len(content) <= _JOINED:
+            self.socket.sendall(b"".join(sent), flags)
+            return
+        self.socket.sendall(next(sent), _MORE)
+        for each in sent:
+            self.socket.sendall(each)
+
+    def fill(self, memory: memoryview) -> None:
+        """Receive as many bytes as the memory has: a header, or what follows it. Raises OSError if other ones come, or none."""
+        if self._ciphers is None:
+            _fill(self.socket, memory)
+            return
+        cipher = self._ciphers[1]
+        for at in range(0, len(memory), _RECORD):
+            piece = memory[at : at + _RECORD]
+            sealed = self._sealed[: len(piece) + cipher.overhead]
+            _fill(self.socket, sealed)
+            piece[:] = cipher.open(sealed)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have come, or that the other end's machine has taken; 0 where the kernel does not say."""
+        state = self._state()
+        return state[3] + state[4] if state else 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether what was sent, or a question whether the other end takes more, has been unanswered for long.
+
+        An end that takes nothing answers: it may only be late.
+        """
+        state = self._state()
+        if not state:
+            return False
+        retransmits, probes, answered_ms, *_ = state
+        return max(retransmits, probes) >= _UNANSWERED and answered_ms > _GONE_MS
+
+    def _state(self) -> tuple[int, ...]:
+        try:
+            raw = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
+            return _STATE.unpack(raw)
+        except (OSError, AttributeError, struct.error):  # it is closed, or not Linux
+            return ()
+
+
+def _fill(connected: socket.socket, memory: memoryview) -> None:
+    filled = 0
+    while filled < len(memory):
+        came = connected.recv_into(memory[filled:], 0, socket.MSG_WAITALL)
+        if not came:
+            raise ConnectionResetError(errno.ECONNRESET, CLOSED)
+        filled += came
