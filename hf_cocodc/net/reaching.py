@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import short
 from .addresses import named
+from .large import MEND, SIZES, SWALLOWED
 from .letters import Whereabouts
 from .port import dial
 from .relay import role_at_relay
@@ -25,7 +26,11 @@ _RELAY_S = 3.0
 _STAGGER_S = 0.25
 """Each further address is called so much later, while the earlier ones have not answered (RFC 8305)."""
 _AGAIN_S = 0.5
-_ASK, _YES = b"?", b"!"
+_ASK, _HERE, _YES = b"?", b".", b"!"
+_LARGE = SIZES[0]
+"""Bytes with which an end asks, and agrees, once small words have passed."""
+_LARGE_S = 10.0
+"""Seconds for these, after which large packets vanish on this way."""
 
 
 class Found(NamedTuple):
@@ -55,6 +60,7 @@ class Search:
         self._found: Found | None = None
         self._candidates: set[socket.socket] = set()
         self._failures: dict[tuple[str, int], str] = {}
+        self._is_swallowed = False
 
     def take(self, connection: socket.socket, number: int) -> None:
         """The other end has called."""
@@ -77,7 +83,8 @@ class Search:
             self._failures[self._relay] = "the other region has not come there"
         while not self._over.wait(0.1):
             waited_s = time.monotonic() - began
-            if waited_s > (self._timeout_s if self._candidates else min(REACH_S, self._timeout_s)):
+            is_hopeful = self._candidates and not self._is_swallowed
+            if waited_s > (self._timeout_s if is_hopeful else min(REACH_S, self._timeout_s)):
                 break
         with self._lock:
             self._over.set()
@@ -86,7 +93,8 @@ class Search:
             _end(each)
         if chosen is None:
             relay = () if self._relay is None else (self._relay,)
-            raise NotReached(self._tried((*theirs.addresses, *relay)))
+            tried = self._tried((*theirs.addresses, *relay))
+            raise NotReached(f"{SWALLOWED}: {MEND} ({tried})" if self._is_swallowed else tried)
         chosen.connection.settimeout(None)
         return chosen
 
@@ -144,20 +152,34 @@ class Search:
             self._candidates.add(connection)
         is_chosen = False
         with contextlib.suppress(OSError):
-            connection.settimeout(self._timeout_s)
-            if self._asks:
-                connection.sendall(_ASK)
-            is_chosen = connection.recv(1) == (_YES if self._asks else _ASK)
+            is_chosen = self._is_asked(connection)
         with self._lock:
             self._candidates.discard(connection)
             if is_chosen and not self._over.is_set():
                 with contextlib.suppress(OSError):
                     if not self._asks:
-                        connection.sendall(_YES)
+                        connection.sendall(_YES * _LARGE)
                     self._found = Found(connection, address, is_relay)
                     self._over.set()
                     return
         _end(connection)
+
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """Whether the other end asks for agreement on a connection, or agrees. Raises OSError if it says nothing."""
+        connection.settimeout(self._timeout_s)
+        if self._asks:
+            connection.sendall(_ASK)
+        if connection.recv(1) != (_HERE if self._asks else _ASK):
+            return False
+        connection.sendall(_ASK * _LARGE if self._asks else _HERE)
+        connection.settimeout(_LARGE_S)
+        began, left = time.monotonic(), _LARGE
+        with contextlib.suppress(TimeoutError):
+            while left and (taken := connection.recv(left)):
+                left -= len(taken)
+        # the other end may have given up a moment earlier
+        self._is_swallowed = self._is_swallowed or (left > 0 and time.monotonic() - began > _LARGE_S / 2)
+        return not left
 
 
 def _end(connection: socket.socket) -> None:

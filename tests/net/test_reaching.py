@@ -15,6 +15,7 @@ from hf_cocodc.net.letters import Whereabouts
 from hf_cocodc.net.port import TOKEN_BYTES, Port
 from hf_cocodc.net.reaching import Found, NotReached, Search
 from tests.link.memory import at_once
+from tests.net.swallowing import Swallowing
 
 HOST = "127.0.0.1"
 
@@ -104,6 +105,32 @@ def test_several_addresses_are_tried() -> None:
         assert first.address == (HOST, port.number)
         speak(first, second)
         port.close()
+
+
+def test_a_way_on_which_large_packets_vanish_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken, and the error names the MTU: a run hung there until its time-out. Another way is taken."""
+    for name, seconds in (("REACH_S", 1.0), ("_LARGE_S", 0.5)):
+        monkeypatch.setattr(reaching, name, seconds)
+    port, token = Port(HOST), secrets.token_bytes(TOKEN_BYTES)
+    way = Swallowing(f"{HOST}:{port.number}")
+    with nowhere() as wrong:
+        for places in ([(HOST, way.port)], [(HOST, way.port), (HOST, port.number)]):
+            searches = [Search(asks, 10.0) for asks in (True, False)]
+            port.expect(token, searches[1].take)
+            where = Whereabouts(tuple(places), token, token), Whereabouts((wrong,), token, token)
+            if len(places) == 1:
+                with pytest.raises(NotReached, match=r"small packets pass, and large ones vanish .*MTU"):
+                    at_once(
+                        lambda s=searches, w=where: s[0].run(w[0]), lambda s=searches, w=where: s[1].run(w[1])
+                    )
+                continue
+            first, second = at_once(
+                lambda s=searches, w=where: s[0].run(w[0]), lambda s=searches, w=where: s[1].run(w[1])
+            )
+            assert first.address == (HOST, port.number)
+            speak(first, second)
+    for each in (way, port):
+        each.close()
 
 
 @contextmanager
