@@ -58,17 +58,9 @@ def register(subparsers: Any) -> None:
         "--state",
         type=Path,
         metavar="FILE",
-        help="keep decisions in this file: a coordinator that is started again with the file decides at once; without it, the "
-        "coordinator first waits until all members of a run have called",
-    )
-    parser.add_argument(
-        "--assume-lost",
-        type=int,
-        action="append",
-        default=[],
-        metavar="REGION",
-        help="do not wait for this region of a run that this coordinator does not remember, because you know that its process "
-        "has ended (may be given several times)",
+        help="keep decisions in this file. Start the coordinator again with the same file: one that has lost it decides nothing "
+        "for the runs that train, and they stop with checkpoints when they need a decision (default: "
+        "~/.local/state/hf_cocodc/coordinator-PORT.state)",
     )
     parser.add_argument(
         "--relay",
@@ -88,8 +80,6 @@ def register(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     check("--port", options.port, 0, 65_535)
     check_host("--host", options.host)
-    for region in options.assume_lost:
-        check("--assume-lost", region, 0)
     secrets = _secrets(options.secret_file)
     if secrets and options.insecure:
         raise InputError(f"--insecure with a secret: remove it, or the secret (--secret-file, {ENV_SECRET}).")
@@ -104,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
     _allow_many_connections()
     with _printing() as say, _relay(options, secrets, say) as relay:
-        serve(options.host, options.port, secrets, options.state, options.assume_lost, say, relay)
+        serve(options.host, options.port, secrets, options.state, say, relay)
     return 0
 
 

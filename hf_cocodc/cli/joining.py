@@ -167,7 +167,7 @@ def trains(state: dict[str, Any] | None, region: int) -> bool:
     """Whether a run trains already, which a region that its scheduler starts again then enters by itself. Says so if another
     process of the region still takes part.
     """
-    if state is None or not state["elastic"] or state["phase"] not in ("trains", "recovering"):
+    if state is None or not state["elastic"] or state["phase"] != "trains":
         return False
     for member in state["members"]:
         if member["region"] == region:

@@ -80,7 +80,7 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
     none, and MeetingError like `look`.
     """
     known = look(address, keys, name)
-    active = [each for each in known if each["phase"] in ("gathering", "trains", "recovering")]
+    active = [each for each in known if each["phase"] in ("gathering", "trains")]
     if active:
         return active
     which = "no run" if name is None else f"no run named {name!r}"
@@ -123,8 +123,6 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     )
     of = "" if state["max_steps"] is None else f" of {state['max_steps']}"
     rows.append(f"step        {step}{of}; {last}")
-    if state["phase"] == "recovering":
-        rows.append("coordinator has lost its memory of the run: it decides nothing until all members call")
     if state["ways"]:
         ways = [f"{pair} {way}" for pair, way in state["ways"].items()]
         rows.append(f"ways        {', '.join(ways)}")

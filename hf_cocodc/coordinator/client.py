@@ -372,6 +372,13 @@ class Client:
             except Exception:
                 logger.exception("a message of the coordinator cannot be heeded: %r", short(message, 200))
                 continue
+            if isinstance(message, Waiting):
+                self._is_away = True
+                logger.warning(
+                    "the coordinator at %s decides nothing for region %d: %s. Training goes on, and stops with a checkpoint when "
+                    "a decision is needed",
+                    *(self._address, self.me.region, message.why),
+                )
             if isinstance(message, Resumed) and self._is_away and connection is self._connection:
                 self._is_away = False
                 logger.info("the coordinator at %s is back", self._address)

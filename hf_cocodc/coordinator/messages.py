@@ -24,8 +24,19 @@ Text = Annotated[str, Meta(max_length=100_000)]
 Several = Annotated[tuple[_T, ...], Meta(max_length=MOST_REGIONS)]
 _Regions = Annotated[int, Meta(ge=1, le=MOST_REGIONS)]
 """The coordinator goes through all of them."""
-_Generation = Annotated[int, Meta(ge=0, le=1_000_000_000)]
-"""Tickets are computed from generations, and must stay below `MOST`."""
+
+
+class Generation(NamedTuple):
+    """Of a coordinator, for one run. `number` rises whenever a run begins or the state file is read; `name` is random.
+
+    Two coordinators with copies of one file have equal numbers, and other names.
+    """
+
+    number: Whole
+    name: Text
+
+
+NO_GENERATION = Generation(0, "")
 
 
 class Place(NamedTuple):
@@ -108,38 +119,26 @@ class Decision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Decided(Message, frozen=True, kw_only=True):
     """A decision counts. `whys` has the reason for the loss of each of `decision.lost`, in words."""
 
-    generation: _Generation
+    generation: Generation
     decision: Decision
     whys: Several[Text] = ()
 
 
 class Back(Message, frozen=True, kw_only=True):
-    """A process that was connected before: its connection or the coordinator had gone. It tells what it knows.
+    """A process that was connected before: its connection or the coordinator had gone.
 
     Attributes:
-        is_member: False while it is a newcomer.
-        generation: the highest of a coordinator that it has heeded.
-        losses: decisions on losses; `decisions` has the newest.
-        changes: changes that it has applied; `announced` has those that it has not.
+        token: of its `Welcome`: nobody else takes its place.
+        generation: the newest of a coordinator that it has heeded.
+        losses, changes: decisions on losses and changes that it knows. A coordinator that knows fewer has an old file.
     """
 
     run: Text
     member: Member
-    is_member: bool
-    host: Text
-    generation: _Generation
+    token: Text
+    generation: Generation
     losses: Whole
     changes: Whole
-    announced: Several[Change]
-    decisions: Several[Decided] = ()
-    members: Several[Place]
-    terms: Terms
-    compared: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        for ticket in (self.member.ticket, *(place.member.ticket for place in self.members)):
-            if ticket > MOST >> 1:  # new ones are higher
-                raise ValueError(f"{ticket} is too high for a ticket")
 
 
 class Beat(Message, frozen=True, kw_only=True):
@@ -263,7 +262,10 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 class Waiting(Message, frozen=True, kw_only=True):
-    """A region waits: for regions that have not come (`absent`), or for the reason `why`."""
+    """A region waits: for regions that have not come (`absent`), or for the reason `why`.
+
+    After `Back`: this coordinator does not know the run, or its file is older than the run: it decides nothing for it.
+    """
 
     absent: Several[Whole] = ()
     why: Text = ""
@@ -275,6 +277,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     Attributes:
         joins: whether the run trains already: this is a newcomer.
         members: with whom the run begins, or who takes part; `others` are other newcomers.
+        token: what `Hello` said; `Back` says it again.
         compared: what the regions are, in the order of `members`; of the first one if it joins.
         losses: decisions on losses so far.
         step: the furthest inner step known.
@@ -282,10 +285,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     """
 
     run: Text
-    generation: _Generation
+    generation: Generation
     me: Member
     joins: bool
     members: Several[Place]
+    token: Text = ""
     others: Several[Place] = ()
     compared: Several[dict[str, Any]]
     losses: Whole = 0
@@ -296,7 +300,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Resumed(Message, frozen=True, kw_only=True):
     """The coordinator knows a process that has come back."""
 
-    generation: _Generation
+    generation: Generation
 
 
 class Refuse(Message, frozen=True, kw_only=True):
@@ -335,7 +339,7 @@ class Suspect(Message, frozen=True, kw_only=True):
 class Announce(Message, frozen=True, kw_only=True):
     """A change, for everybody."""
 
-    generation: _Generation
+    generation: Generation
     change: Change
 
 

@@ -10,6 +10,7 @@ transfer show that all members know it. So members need no coordinator at the mo
 are seconds of a clock that stands still while the coordinator does.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from msgspec import structs
 from ..net.letters import Member
 from .hello import first_difference
 from .messages import (
+    NO_GENERATION,
     Announce,
     Ask,
     AskLeave,
@@ -34,6 +36,7 @@ from .messages import (
     Done,
     FromCommand,
     FromRegion,
+    Generation,
     Gone,
     Heard,
     Hears,
@@ -65,18 +68,19 @@ from .verdict import settle
 
 VOID_S = 3.0
 """After so long without a connected member of a run, the next regions of its name may begin a new one."""
-REPORT_S = 10.0
-"""How long a loss waits for the report of a member that is connected and that nobody misses: it is busy."""
 RETURN_S = 5.0
-"""How long it waits for one whose connection to the coordinator has gone."""
-MISSED_S = 2.0
-"""How long it waits for one that another member misses: the two may see each other differently."""
+"""How long a loss waits for the report of a member whose connection to the coordinator has gone, and that nobody misses."""
+CALL_S = 20.0
+"""How long members have to call a coordinator that has read its file: they notice within 15 s that it was away."""
+LEAST_GRACE_S = 2.0
+"""With `grace_s`, a connected member has at least so long for its report."""
+HERE_S = 5.0
+"""Seconds between two introductions of processes that are not connected to each other."""
 PROMISE_S = 10.0
 """How long a question for promises waits for all of them."""
 KEPT_DECISIONS = 16
+_KEPT_RUNS = 16
 ANOTHER = "another process of this region has been started"
-_TICKETS = 1_000_000
-"""A coordinator without its memory gives out tickets from its generation times this number on."""
 
 
 # ---- events and effects -------------------------------------------------------------------------------------------
@@ -99,6 +103,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """This coordinator stood still for so long that another one may serve its members."""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -112,12 +121,19 @@ class SendTo:
 
 
 @dataclass(frozen=True)
+class CloseConnection:
+    """End connection `to`: a process of the run then calls again, if it heeds no other coordinator."""
+
+    to: int
+
+
+@dataclass(frozen=True)
 class Persist:
     """`durable` of the new state must be on the disk before anything after this is sent."""
 
 
-Event = Came | Ended | Tick
-Effect = SendTo | Persist
+Event = Came | Ended | StoodStill | Tick
+Effect = SendTo | CloseConnection | Persist
 
 
 # ---- the state ----------------------------------------------------------------------------------------------------
@@ -138,14 +154,10 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """A process that is to come in. `ready`: it is less than one interval behind.
-
-    `losses`: decisions on losses that it knew when this coordinator knew none.
-    """
+    """A process that is to come in. `ready`: it is less than one interval behind."""
 
     ready: bool = False
     announced: bool = False
-    losses: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +172,21 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run. Everything from `run` to `known` is durable.
+    """One run. Everything from `run` to `ended` is durable.
 
     Attributes:
         run: unique to what trains now; empty if nothing does.
-        generation: of the coordinator, for this run: members heed no lower one.
+        generations: of the coordinators of this run, the present one last: members heed no lower one.
+        earlier: runs of this name before this one.
         terms, compared: equal in all regions.
         members: who takes part, as far as the members have shown.
         losses: decisions on losses so far; `decisions` has the newest.
+        hosts, tokens: of all members and newcomers; tokens as digests.
         lost: tickets of all that were lost.
         changes: changes announced so far; those in `announced` may not be applied yet.
         applied: changes that members are known to have applied.
-        recovers: whether this coordinator has forgotten the run: it decides nothing before all members are here.
-        known: while it recovers, all members that any caller knows.
-        assumed_lost: regions that an operator declares lost.
+        electors: members when this coordinator read its file; `uncalled`: who of the expected has not called since then.
+        leavers: members that want to leave.
         hellos: connections that wait, with what they have said; `told` has what they wait for.
         pairs: (a, b): process a says that it is connected to process b.
         missed: members whose place another process claims, with the reason.
@@ -181,16 +194,19 @@ class Run:
         claims: numbers that commands have claimed, by connection.
         leave_asks: commands that wait for a region to hear that it is to leave.
         alone_since: since when no member is connected.
-        away: since when each of `expected` is not connected.
+        away: since when each of the expected and of the newcomers is not connected.
+        here_at: when processes were introduced to each other once more.
     """
 
     name: str
     run: str = ""
-    generation: int = 0
+    generations: tuple[Generation, ...] = ()
+    earlier: tuple[str, ...] = ()
     terms: Terms = Terms(count=1)
     compared: Mapping[str, Any] = field(default_factory=dict)
     members: tuple[Member, ...] = ()
     hosts: Mapping[Member, str] = field(default_factory=dict)
+    tokens: Mapping[Member, str] = field(default_factory=dict)
     losses: int = 0
     lost: frozenset[int] = frozenset()
     decisions: tuple[Decided, ...] = ()
@@ -199,9 +215,9 @@ class Run:
     announced: tuple[Change, ...] = ()
     tickets: int = 0
     ended: Bye | None = None
-    recovers: bool = False
-    known: frozenset[Member] = frozenset()
-    assumed_lost: frozenset[int] = frozenset()
+    electors: tuple[Member, ...] = ()
+    uncalled: frozenset[Member] = frozenset()
+    leavers: frozenset[Member] = frozenset()
     hellos: Mapping[int, Hello] = field(default_factory=dict)
     told: Mapping[int, Waiting] = field(default_factory=dict)
     seats: Mapping[int, Seat] = field(default_factory=dict)
@@ -216,6 +232,22 @@ class Run:
     leave_asks: Mapping[int, int] = field(default_factory=dict)
     alone_since: float | None = None
     away: Mapping[Member, float] = field(default_factory=dict)
+    here_at: float = 0.0
+
+    @property
+    def generation(self) -> Generation:
+        return self.generations[-1] if self.generations else NO_GENERATION
+
+    @property
+    def has_majority(self) -> bool:
+        """Whether most of the electors have called; of just half of them, the lowest must be one.
+
+        Who calls a coordinator heeds no other one with a copy of its file. So at most one of them decides.
+        """
+        called = [each for each in self.electors if each not in self.uncalled]
+        return 2 * len(called) > len(self.electors) or (
+            2 * len(called) == len(self.electors) and called[:1] == [*self.electors[:1]]
+        )
 
     @property
     def trains(self) -> bool:
@@ -229,7 +261,7 @@ class Run:
     @property
     def there(self) -> set[Member]:
         """All processes of the run, as far as this coordinator knows."""
-        return {*self.expected, *self.newcomers, *self.known}
+        return {*self.expected, *self.newcomers}
 
     @property
     def expected(self) -> tuple[Member, ...]:
@@ -239,10 +271,20 @@ class Run:
 
 
 DURABLE = (
-    *("name", "run", "generation", "terms", "members", "hosts", "losses", "lost", "decisions"),
+    *(
+        "name",
+        "run",
+        "generations",
+        "earlier",
+        "terms",
+        "members",
+        "hosts",
+        "tokens",
+        "losses",
+        "lost",
+        "decisions",
+    ),
     *("changes", "applied", "announced", "tickets", "ended"),
-    # or it would decide with what the first callers knew, if it dies while it recovers
-    *("recovers", "known"),
 )
 """The fields of a run that must survive the coordinator's death before anybody hears of them. `compared` comes with them."""
 
@@ -250,6 +292,19 @@ DURABLE = (
 def durable(state: Run) -> tuple[Any, ...]:
     """The values of a run's `DURABLE` fields."""
     return tuple(getattr(state, name) for name in DURABLE)
+
+
+def restarted(state: Run, now: float) -> Run:
+    """What a coordinator knows that has read the durable state at this time. No process has called yet."""
+    kept = {name: getattr(state, name) for name in (*DURABLE, "compared")}
+    newcomers = {
+        each: Newcomer(announced=each in state.expected) for each in state.hosts if each not in state.members
+    }
+    away = dict.fromkeys((*state.expected, *newcomers), now)
+    uncalled = frozenset(state.expected)
+    return Run(
+        **kept, electors=state.members, uncalled=uncalled, newcomers=newcomers, alone_since=now, away=away
+    )
 
 
 def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]:
@@ -260,6 +315,8 @@ def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]
             work.came(who, message)
         case Ended(who, cut):
             work.ended(who, cut)
+        case StoodStill():
+            work.stood_still()
         case Tick():
             pass
     work.proceed()
@@ -274,7 +331,7 @@ class _Work:
 
     def __init__(self, state: Run, now: float) -> None:
         self.state, self.now = state, now
-        self.effects: list[SendTo] = []
+        self.effects: list[SendTo | CloseConnection] = []
 
     # -- what comes
 
@@ -308,7 +365,7 @@ class _Work:
                 self.change(newcomers={**state.newcomers, member: newcomer})
             case Leave() if state.trains and member in state.members and state.terms.elastic:
                 if not any(each.kind == "leave" and each.member == member for each in state.announced):
-                    self.announce("leave", member)
+                    self.change(leavers=state.leavers | {member})
             case Heard():
                 for asker, region in state.leave_asks.items():
                     if region == member.region:
@@ -328,7 +385,7 @@ class _Work:
                 receiver = state.seat_of(to)
                 if receiver is not None:
                     self.send(receiver, Posted(sender=member, topic=topic, content=content))
-                elif to not in state.there and not state.recovers:  # it may only not have called again yet
+                elif to not in state.there:
                     self.send(who, Gone(member=to))
             case Bye():
                 self.bye(who, member, message)
@@ -345,19 +402,29 @@ class _Work:
             claims=_without(state.claims, who),
             leave_asks=_without(state.leave_asks, who),
         )
-        if seat is not None:
-            self.tell(Hears(member=seat.member, hears=False, cut=cut))
-        if seat is not None and seat.member in state.newcomers:
+        if seat is None:
+            return
+        reports = _without(state.reports, seat.member)  # who has died since it reported cannot go on
+        asked_at = state.asked_at if reports or state.missed else None
+        self.change(reports=reports, asked_at=asked_at)
+        self.tell(Hears(member=seat.member, hears=False, cut=cut))
+        if seat.member in state.newcomers:
             self.forget(seat.member)
+
+    def stood_still(self) -> None:
+        """Begin like a coordinator that has read its file."""
+        self.effects += [CloseConnection(who) for who in self.state.seats]
+        self.state = replace(
+            restarted(self.state, self.now), hellos=self.state.hellos, claims=self.state.claims
+        )
 
     def forget(self, newcomer: Member) -> None:
         """A newcomer has gone. One that is announced may be a member already: then its loss is decided like any other."""
         state = self.state
         self.change(newcomers=_without(state.newcomers, newcomer))
         if not state.newcomers[newcomer].announced:
-            self.change(hosts=_without(state.hosts, newcomer))
+            self.keep(each for each in state.hosts if each != newcomer)
             self.tell(Gone(member=newcomer))
-            self.prune_pairs()
 
     def send_away(self, newcomer: Member, error: str, why: str) -> None:
         """Refuse a newcomer that was welcome."""
@@ -450,14 +517,19 @@ class _Work:
             announced=tuple(each for each in state.announced if each.number > changes),
             members=tuple(each for each in members if each not in left),
             newcomers=newcomers,
-            hosts={each: host for each, host in state.hosts.items() if each not in left},
+            leavers=state.leavers - left,
         )
-        self.prune_pairs()
+        self.keep(each for each in state.hosts if each not in left)
 
-    def prune_pairs(self) -> None:
-        """Forget connections of processes that have gone."""
-        there = self.state.there
-        self.change(pairs=frozenset(pair for pair in self.state.pairs if there.issuperset(pair)))
+    def keep(self, members: Iterable[Member]) -> None:
+        """Forget all processes but these."""
+        state, stay = self.state, {*members}
+        self.change(
+            hosts={each: host for each, host in state.hosts.items() if each in stay},
+            tokens={each: token for each, token in state.tokens.items() if each in stay},
+            pairs=frozenset(pair for pair in state.pairs if stay.issuperset(pair)),
+            uncalled=state.uncalled & stay,
+        )
 
     def suspects(self) -> None:
         """Tell members that wait for one that seems to be lost."""
@@ -527,8 +599,20 @@ class _Work:
             self.catch_up(who, report.number)
         elif report.number == state.losses:
             # also once one member has ended: another one may still wait for its last transfer
-            self.change(reports={**state.reports, report.member: report})
+            missed = {**state.missed, **self.also_missed(state.seats[who], report)}
+            self.change(reports={**state.reports, report.member: report}, missed=missed)
             self.ask()
+
+    def also_missed(self, seat: Seat, report: Report) -> dict[Member, str]:
+        """Others that the reporter would miss in the same transfer, one time-out after the other."""
+        found = {}
+        for other in self.state.expected if report.lost else ():
+            at = self.state.seat_of(other)
+            has_come = at is not None and self.state.seats[at].beat.op >= seat.beat.op
+            doubt = None if has_come or other == seat.member else self.doubt(seat, other)
+            if doubt is not None and other not in report.lost:
+                found[other] = doubt[1]
+        return found
 
     def catch_up(self, who: int, number: int) -> None:
         """Send a process the decisions that it does not know."""
@@ -548,7 +632,7 @@ class _Work:
     def decide(self) -> None:
         """Decide a loss, once enough have reported."""
         state = self.state
-        if state.asked_at is None or state.recovers:
+        if state.asked_at is None or not state.has_majority:
             return
         reports = {
             member: structs.replace(
@@ -562,16 +646,26 @@ class _Work:
         missed = {each for report in reports.values() for each in report.lost}
         known = {each for report in reports.values() for each in report.members} | set(state.expected)
         for member in known - reports.keys():
-            at = state.seat_of(member)
-            if member in missed and (at is None or member in state.missed):
-                continue
-            if at is None:  # after a start of the coordinator it is away from a time to come on
-                patience_s, since = RETURN_S, state.away.get(member, 0.0)
-            else:  # one that has come back was asked then
-                patience_s, since = MISSED_S if member in missed else REPORT_S, state.seats[at].since
-            if self.now - max(state.asked_at, since) < patience_s:
+            if self.now < self.waits_until(member, member in missed):
                 return
         self.take(settle(reports.values()))
+
+    def waits_until(self, member: Member, is_missed: bool) -> float:
+        """Until when a loss waits for the report of a member. A killed process costs nothing: its connection has ended."""
+        state, terms, at = self.state, self.state.terms, self.state.seat_of(member)
+        asked_at = state.asked_at or 0.0
+        if member in state.uncalled:
+            return state.away.get(member, 0.0) + CALL_S
+        if at is None:
+            return 0.0 if is_missed else max(asked_at, state.away.get(member, 0.0)) + RETURN_S
+        if member in state.missed:
+            return 0.0
+        seat = state.seats[at]
+        patience_s = terms.timeout_s
+        if terms.grace_s is not None:
+            patience_s = min(patience_s, max(terms.grace_s, LEAST_GRACE_S))
+        # one that has come back was asked then
+        return min(max(asked_at, seat.since), seat.heard_at) + patience_s
 
     def take(self, decision: Decision) -> None:
         """A decision counts."""
@@ -591,12 +685,11 @@ class _Work:
             # one that has left already may still have had a part in this transfer
             members=tuple(each for each in decision.members if each in state.expected),
             newcomers={each: rest for each, rest in state.newcomers.items() if each not in decision.members},
-            hosts={each: host for each, host in state.hosts.items() if each not in decision.lost},
             reports={},
             missed={},
             asked_at=None,
         )
-        self.prune_pairs()
+        self.keep(each for each in state.hosts if each not in decision.lost)
         self.tell(decided)
         if self.state.question is not None:
             self.answer(0)
@@ -613,9 +706,17 @@ class _Work:
         self.tell(Announce(generation=state.generation, change=change))
 
     def admit(self) -> None:
-        """Announce newcomers that are connected to everyone, and ready."""
+        """Announce who leaves, and newcomers that are connected to everyone, and ready."""
         state = self.state
-        if not state.trains or state.recovers or state.asked_at is not None or state.question is not None:
+        if (
+            not state.trains or state.uncalled
+        ):  # who has not called may know other changes, from an earlier coordinator
+            return
+        for member in sorted(state.leavers):
+            self.announce("leave", member)
+        self.change(leavers=frozenset())
+        state = self.state
+        if state.asked_at is not None or state.question is not None:
             return
         for member, newcomer in sorted(state.newcomers.items()):
             others = [each for each in self.state.expected if each != member]
@@ -630,11 +731,6 @@ class _Work:
     def welcome_newcomer(self, who: int, hello: Hello) -> None:
         """Let a process of a run that trains come in, or tell it what it waits for."""
         state = self.state
-        if state.recovers:
-            self.wait(
-                who, f"the coordinator has lost its memory of run {state.name!r}, and waits for its members"
-            )
-            return
         first = min((each for each in state.members), default=None)
         wrong = first_difference(first.region if first else 0, state.compared, hello.region, hello.compared)
         if wrong is not None:
@@ -645,9 +741,10 @@ class _Work:
         if held is not None and state.seat_of(held) is None:
             why = ANOTHER
             # a member may only be on its way back to a coordinator that was started a moment ago
-            has_gone = self.now - state.away.get(held, self.now) >= RETURN_S
+            patience_s = CALL_S if held in state.uncalled else RETURN_S
+            has_gone = self.now - state.away.get(held, self.now) >= patience_s
             if has_gone and held in state.members and held not in state.missed:
-                self.change(missed={**state.missed, held: why})
+                self.change(missed={**state.missed, held: why}, uncalled=state.uncalled - {held})
                 self.ask()
             self.wait(
                 who, f"the others do not know yet that the earlier process of region {hello.region} has gone"
@@ -691,6 +788,7 @@ class _Work:
             },
             newcomers={**state.newcomers, me: Newcomer()},
             hosts={**state.hosts, me: hello.host},
+            tokens={**state.tokens, me: _digest(hello.token)},
         )
         steps = [seat.beat.step for seat in state.seats.values()]
         self.send(
@@ -699,6 +797,7 @@ class _Work:
                 run=state.run,
                 generation=state.generation,
                 me=me,
+                token=hello.token,
                 joins=True,
                 members=self.places(state.expected),
                 others=self.places(each for each in state.newcomers if each not in state.expected),
@@ -731,7 +830,7 @@ class _Work:
         state = self.state
         if state.question is None:
             return
-        if not state.recovers and set(state.members) <= state.question.steps.keys():
+        if set(state.members) <= state.question.steps.keys():
             self.answer(max(state.question.steps.values()))
         elif self.now - state.question.since > PROMISE_S:
             self.answer(0)
@@ -748,12 +847,8 @@ class _Work:
 
     def proceed(self) -> None:
         """What follows from the state as it is, whatever has happened."""
-        if self.state.recovers:
-            needed = {each for each in self.state.known if each.region not in self.state.assumed_lost}
-            # a newcomer knows no members: one of them must have called
-            if self.state.members and needed <= {seat.member for seat in self.state.seats.values()}:
-                self.recovered()
         self.note_away()
+        self.look_at_majority()
         self.decide()
         self.suspects()
         self.answer_if_known()
@@ -761,16 +856,37 @@ class _Work:
             if who in self.state.hellos:
                 self.greet(who, hello)
         self.gather()
+        self.introduce_again()
         self.admit()
+
+    def look_at_majority(self) -> None:
+        """Tell those who have called whether this coordinator can decide, if most members do not call."""
+        state = self.state
+        if state.has_majority:
+            for who in state.seats.keys() & state.told.keys():
+                self.change(told=_without(self.state.told, who))
+                self.send(who, Resumed(generation=state.generation))
+        elif any(self.now - state.away.get(each, self.now) >= CALL_S for each in state.uncalled):
+            for who in state.seats:
+                self.wait(
+                    who,
+                    f"it was started again, and {_named(state.uncalled)} of run {state.name!r} has not called since: a second "
+                    "coordinator with a copy of its state file may run",
+                )
 
     def note_away(self) -> None:
         """Note since when members of the run are not connected, and since when none is."""
+        here = {seat.member for seat in self.state.seats.values()}
+        for newcomer in (
+            self.state.newcomers.keys() - here
+        ):  # it has not called since this coordinator was started
+            if self.now - self.state.away.get(newcomer, self.now) >= CALL_S:
+                self.forget(newcomer)
         state = self.state
-        expected, here = state.expected, {seat.member for seat in state.seats.values()}
-        away = {each: state.away.get(each, self.now) for each in expected if each not in here}
+        away = {each: state.away.get(each, self.now) for each in state.there - here}
         if away != state.away:
             self.change(away=away)
-        if len(away) < len(expected):
+        if here.intersection(state.members):
             if state.alone_since is not None:
                 self.change(alone_since=None)
         elif state.run and state.alone_since is None:
@@ -778,8 +894,11 @@ class _Work:
 
     def is_void(self) -> bool:
         """Whether a new run may take its place: no member is connected for a while. Until one begins, members may come back."""
-        alone_since = self.state.alone_since
-        return alone_since is not None and self.now - alone_since >= VOID_S
+        state = self.state
+        begins_anew = {hello.region for hello in state.hellos.values() if not hello.join}
+        may_call = any(each.region not in begins_anew for each in state.uncalled)
+        patience_s = CALL_S if may_call else VOID_S
+        return state.alone_since is not None and self.now - state.alone_since >= patience_s
 
     def greet(self, who: int, hello: Hello) -> None:
         """A new process: where does it belong?"""
@@ -873,17 +992,19 @@ class _Work:
         state = self.state
         hellos = {region: state.hellos[who] for region, who in sorted(here.items())}
         members = tuple(Member(region, state.tickets + 1 + place) for place, region in enumerate(hellos))
-        hosts = {member: hellos[member.region].host for member in members}
         for who in state.seats:
             self.send(who, Refuse(error="RunOver", why=f"run {state.name!r} has been begun anew."))
-        fresh = Run(name=state.name, generation=state.generation + 1, claims=state.claims)
+        name = _digest(*(hello.token for hello in hellos.values()))
         self.state = replace(
-            fresh,
-            run=f"run-{hellos[min(hellos)].token[:12]}",
+            Run(name=state.name, claims=state.claims),
+            run=f"run-{name[:12]}",
+            generations=(Generation(state.generation.number + 1, name[12:24]),),
+            earlier=(*state.earlier, state.run)[-_KEPT_RUNS:] if state.run else (),
             terms=hellos[min(hellos)].terms,
             compared=hellos[min(hellos)].compared,
             members=members,
-            hosts=hosts,
+            hosts={member: hellos[member.region].host for member in members},
+            tokens={member: _digest(hellos[member.region].token) for member in members},
             tickets=state.tickets + len(members),
             questions=state.questions,
             hellos={who: hello for who, hello in state.hellos.items() if who not in here.values()},
@@ -897,6 +1018,7 @@ class _Work:
                     run=self.state.run,
                     generation=self.state.generation,
                     me=member,
+                    token=hellos[member.region].token,
                     joins=False,
                     members=self.places(members),
                     compared=compared,
@@ -905,170 +1027,85 @@ class _Work:
 
     def back(self, who: int, back: Back) -> None:
         """A process that was connected before."""
-        state = self.state
-        if state.ended is not None and state.run == back.run and not back.is_member:
-            self.send(who, _over(state.ended))
-            return
-        if state.run and (
-            state.run != back.run or (state.ended is not None and back.member not in state.expected)
-        ):
-            away = f"while region {back.member.region} was away"
-            if state.run == back.run and state.ended is not None:
-                self.refuse(who, *end_in_words(state.name, state.ended, f"that was {away}"))
-            else:
-                self.refuse(who, "RunOver", f"run {state.name!r} has been begun anew {away}.")
-            return
-        changes = max((each.number for each in back.announced), default=back.changes)
-        # then another coordinator has served this run
-        newer = back.generation > state.generation, _decisions(back) > state.losses, changes > state.changes
-        if not state.run or (any(newer) and not state.recovers):
-            for member, newcomer in state.newcomers.items():
-                if not newcomer.announced:  # its ticket may be another one's, too
-                    self.send_away(
-                        member, "LeftBehind", "its coordinator did not know the others' last decisions"
-                    )
-            state = self.state
-            state = self.state = replace(
-                Run(
-                    name=state.name,
-                    assumed_lost=state.assumed_lost,
-                    hellos=state.hellos,
-                    claims=state.claims,
-                    # these are connected, and do not call again
-                    seats=state.seats,
-                    newcomers=state.newcomers,
-                    pairs=state.pairs,
-                ),
-                run=back.run,
-                terms=back.terms,
-                compared=back.compared,
-                recovers=True,
-                questions=state.questions,
+        state, member = self.state, back.member
+        if back.run in state.earlier:
+            self.refuse(
+                who,
+                "RunOver",
+                f"run {state.name!r} has been begun anew while region {member.region} was away.",
             )
-        if back.member.ticket in state.lost:
-            # it may have decided otherwise, with a coordinator that has gone
+        elif back.run != state.run:
+            self.wait(
+                who,
+                f"this coordinator does not know run {state.name!r} as region {member.region} trains in it: its state file is "
+                "lost, or another one",
+            )
+        elif state.ended is not None and member not in state.expected:
+            if member.ticket in state.lost:
+                away = f"that was while region {member.region} was away"
+                self.refuse(who, *end_in_words(state.name, state.ended, away))
+            else:
+                self.send(who, _over(state.ended))
+        elif member.ticket in state.lost:
             self.refuse(who, "LeftBehind", "the others have gone on without it")
-            return
-        # another coordinator may have given out higher ones
-        tickets = max(state.tickets, back.member.ticket, *(place.member.ticket for place in back.members))
-        self.change(tickets=tickets)
-        state = self.state
-        if not (state.recovers or back.is_member or back.member in state.hosts):
+        elif member not in state.hosts:
             # others have heard that it has gone, and connect to it no more
-            self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
-            return
-        # one may have been let in while this coordinator had not heard of the other: the last one stays
-        rivals = [
-            each for each in state.newcomers if each.region == back.member.region and not back.is_member
-        ]
-        if max(rivals, default=back.member) > back.member:
-            self.refuse(who, "LeftBehind", ANOTHER)
-            return
-        for rival in [each for each in rivals if each != back.member]:
-            self.send_away(rival, "LeftBehind", ANOTHER)
-        state = self.state
-        seat = self.seat(back.member)
-        old = state.seat_of(back.member)
-        self.change(seats={**_without(state.seats, old), who: seat})
-        self.tell(Hears(member=back.member, hears=True))
-        for place in back.members:  # this coordinator may have come back without hearing of one
-            if self.state.seat_of(place.member) is None:
-                self.send(who, Hears(member=place.member, hears=False))
-        if state.recovers:
-            self.remember(back)
-            return
+            self.refuse(who, "LeftBehind", f"the others have taken leave of region {member.region}")
+        elif state.tokens.get(member) != _digest(back.token):
+            self.refuse(who, "LeftBehind", f"another process is region {member.region} of run {state.name!r}")
+        elif (
+            back.generation not in state.generations
+            or back.losses > state.losses
+            or back.changes > state.changes
+        ):
+            self.wait(
+                who,
+                f"another coordinator has served run {state.name!r} since the state file of this one was written: it is an old "
+                "copy, or two coordinators run",
+            )
+        else:
+            self.seat_again(who, back)
+
+    def seat_again(self, who: int, back: Back) -> None:
+        """A member or a newcomer is connected again."""
+        state, member = self.state, back.member
+        old = state.seat_of(member)
+        self.change(
+            seats={**_without(state.seats, old), who: self.seat(member)},
+            uncalled=state.uncalled - {member},
+        )
+        if member not in state.newcomers and member not in state.members:
+            newcomer = Newcomer(announced=member in state.expected)
+            self.change(newcomers={**state.newcomers, member: newcomer})
+        self.tell(Hears(member=member, hears=True))
+        for other in state.expected:  # this coordinator may have come back without hearing of one
+            if self.state.seat_of(other) is None:
+                self.send(who, Hears(member=other, hears=False, cut=other in self.state.uncalled))
         self.send(who, Resumed(generation=state.generation))
         self.catch_up(who, back.losses)
         for change in state.announced:
             self.send(who, Announce(generation=state.generation, change=change))
-        if state.asked_at is not None and back.is_member:
+        if state.asked_at is not None and member in state.expected:
             self.send(who, Ask(number=state.losses))
-        if not back.is_member and back.member not in state.newcomers and back.member not in state.members:
-            newcomer = Newcomer(announced=back.member in state.expected)
-            self.change(newcomers={**state.newcomers, back.member: newcomer})
         self.show_newcomers()
+
+    def introduce_again(self) -> None:
+        """Introduce newcomers once more to processes to which they are not connected: the network may have been down."""
+        state = self.state
+        if not state.newcomers or self.now - state.here_at < HERE_S:
+            return
+        self.change(here_at=self.now)
+        seats = {seat.member: who for who, seat in state.seats.items() if self.now - seat.since >= HERE_S}
+        for newcomer in state.newcomers.keys() & seats.keys():
+            for other in seats.keys() - {newcomer}:
+                if not {(newcomer, other), (other, newcomer)} <= state.pairs:
+                    self.send(seats[other], Here(place=self.place(newcomer)))
+                    self.send(seats[newcomer], Here(place=self.place(other)))
 
     def show_newcomers(self) -> None:
         """Tell all of all newcomers: some may have missed it, or this coordinator has forgotten who is connected to whom."""
         for newcomer in self.state.newcomers:
-            self.tell(Here(place=Place(newcomer, self.state.hosts.get(newcomer, ""))))
-
-    def remember(self, back: Back) -> None:
-        """Take what a caller knows into an empty memory."""
-        state = self.state
-        announced = {each.number: each for each in (*state.announced, *back.announced)}
-        # a decision of which newcomers alone have heard has no effect yet: another one may be made in its place
-        in_effect = back.decisions if back.is_member else ()
-        decisions = {each.decision.number: each for each in (*state.decisions, *in_effect)}
-        newest = (_decisions(back), back.changes) >= (state.losses, state.applied) or not state.members
-        applied = max(state.applied, back.changes)
-        known, members = set(state.known), set(state.members)
-        if back.is_member:  # only the members know who has come in: others may name one that has left since
-            known |= {back.member, *(each.member for each in back.announced if each.kind == "join")}
-            if newest:
-                members = {place.member for place in back.members}
-                known |= members
-        # not all callers have counted, or heard, that these have gone
-        gone = {member for each in decisions.values() for member in each.decision.lost}
-        gone |= {
-            each.member for each in announced.values() if each.kind == "leave" and each.number <= applied
-        }
-        losses = max(state.losses, _decisions(back))
-        # what was reported of a loss that has been decided, as this call shows, says nothing of the next one
-        reports = {each: report for each, report in state.reports.items() if report.number == losses}
-        self.change(
-            generation=max(state.generation, back.generation),
-            losses=losses,
-            reports=reports,
-            asked_at=state.asked_at if reports or state.missed else None,
-            decisions=tuple(each for _, each in sorted(decisions.items()))[-KEPT_DECISIONS:],
-            applied=applied,
-            announced=tuple(each for _, each in sorted(announced.items()) if each.number > applied),
-            changes=max(state.changes, back.changes, *announced, 0),
-            members=tuple(sorted(members - gone)),
-            hosts={
-                **state.hosts,
-                **{place.member: place.host for place in back.members},
-                back.member: back.host,
-            },
-            known=frozenset(known - gone),
-        )
-        if not back.is_member:
-            newcomer = Newcomer(losses=back.losses)
-            self.change(newcomers={**state.newcomers, back.member: newcomer})
-
-    def recovered(self) -> None:
-        """Every member of the newest epoch that anyone knows is here, or declared lost by an operator."""
-        state = self.state
-        generation = state.generation + 1
-        self.change(
-            recovers=False,
-            known=frozenset(),
-            generation=generation,
-            # tickets were given out, and lost, of which nobody here knows
-            tickets=max(state.tickets, generation * _TICKETS),
-        )
-        for member, newcomer in state.newcomers.items():
-            if newcomer.losses > state.losses:
-                self.send_away(member, "LeftBehind", "it has heard of a loss that no member knows")
-        state = self.state
-        # one of them may not know yet that it has come in, or is about to
-        newcomers = {
-            each: replace(rest, announced=each in state.expected)
-            for each, rest in state.newcomers.items()
-            if each not in state.members
-        }
-        self.change(newcomers=newcomers)
-        for who in state.seats:
-            self.send(who, Resumed(generation=generation))
-            self.catch_up(who, 0)
-            for change in state.announced:
-                self.send(who, Announce(generation=generation, change=change))
-        self.show_newcomers()
-        if state.asked_at is not None or state.reports:
-            for who, seat in state.seats.items():
-                if seat.member in state.expected and seat.member not in state.reports:
-                    self.send(who, Ask(number=state.losses))
+            self.tell(Here(place=self.place(newcomer)))
 
     # -- helpers
 
@@ -1106,12 +1143,18 @@ class _Work:
         self.send(who, Refuse(error=error, why=why))
 
     def places(self, members: Iterable[Member]) -> tuple[Place, ...]:
-        return tuple(Place(each, self.state.hosts.get(each, "")) for each in sorted(members))
+        return tuple(map(self.place, sorted(members)))
+
+    def place(self, member: Member) -> Place:
+        return Place(member, self.state.hosts.get(member, ""))
 
 
-def _decisions(back: Back) -> int:
-    """Decisions that a caller has taken. A newcomer may know the number of one that no member has heard: it is void then."""
-    return back.losses if back.is_member else 0
+def _named(members: Iterable[Member]) -> str:
+    return " and ".join(f"region {each.region}" for each in sorted(members))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]
 
 
 def end_in_words(name: str, ended: Bye | Over, why: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..net.letters import Member
 from .hello import differences
 from .messages import (
     AskStop,
+    Back,
     Bye,
     FromCommand,
     FromRegion,
@@ -26,8 +27,22 @@ from .messages import (
     Waiting,
     Ways,
 )
-from .rules import Came, Effect, Ended, Event, Persist, Run, Seat, SendTo, Tick, step
-from .state import StateFile, with_time_to_return
+from .rules import (
+    Came,
+    CloseConnection,
+    Effect,
+    Ended,
+    Event,
+    Persist,
+    Run,
+    Seat,
+    SendTo,
+    StoodStill,
+    Tick,
+    restarted,
+    step,
+)
+from .state import StateFile
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +52,8 @@ _UNHEARD_S = 2.0
 """A process that has sent nothing for so long is compared as it was."""
 _FROZEN_S = 1.0
 """If nobody looks at the clock for so long, the process stood still."""
+_STOOD_S = 10.0
+"""If it stood still for longer, another coordinator may serve its members: they drop it after 15 s."""
 _KEPT_S = 24 * 3600.0
 _MOST_KEPT = 1000
 """Runs without a connection that are remembered."""
@@ -47,7 +64,7 @@ _MOST_ON_BOARD = 64
 
 def lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> list[str]:
     """One line for each thing that has happened to a run in one step."""
-    sentences = [*_said(before, event), *_lines(before, after, effects)]
+    sentences = [*_said(before, event), *_lines(before, event, after, effects)]
     return [short(f"run {after.name!r}: {line}", _LONGEST) for line in sentences]
 
 
@@ -69,20 +86,16 @@ def _said(before: Run, event: Event) -> Iterator[str]:
             yield f"region {before.seats[who].member.region} ends at step {at} ({how})"
 
 
-def _lines(before: Run, after: Run, effects: Iterable[Effect]) -> Iterator[str]:
+def _lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> Iterator[str]:
     has_begun = bool(after.run) and after.run != before.run
-    if has_begun and not after.recovers:
+    if has_begun:
         where = ", ".join(sorted({*after.hosts.values()}))
-        yield f"{regions(after.members)} have met, from {where}; generation {after.generation}"
+        yield f"{regions(after.members)} have met, from {where}; generation {after.generation.number}"
     yield from _waiting(before, after)
-    if after.recovers and not (before.recovers and before.run == after.run):
-        yield "this coordinator does not remember the run, and decides nothing before all its members have called"
-    if before.recovers and not after.recovers and before.run == after.run:
-        yield f"all members have called: {regions(after.members)}; generation {after.generation}"
-    if before.run == after.run and not (after.recovers or before.recovers):
+    if before.run == after.run:
         yield from _changes(before, after)
     yield from _connections(before, after, has_begun)
-    yield from _messages(after, effects)
+    yield from _messages(after, effects, isinstance(event, Came) and isinstance(event.message, Back))
     if after.ended is not None and before.ended is None:
         place = f"; the model lies at {after.ended.place}" if after.ended.place else ""
         yield f"ended at step {after.ended.step} ({after.ended.how}){place}"
@@ -102,7 +115,7 @@ def _changes(before: Run, after: Run) -> Iterator[str]:
             if decided.decision.number >= before.losses:
                 for member, why in zip(decided.decision.lost, decided.whys, strict=False):
                     yield f"region {member.region} is lost: {why}"
-        yield f"{regions(after.members)} go on"
+        yield f"{regions(after.members)} {'goes' if len(after.members) == 1 else 'go'} on"
         return
     come, gone = set(after.members) - set(before.members), set(before.members) - set(after.members)
     if come:
@@ -132,12 +145,14 @@ def _connections(before: Run, after: Run, has_begun: bool) -> Iterator[str]:
         yield f"region {member.region}, which wanted to join, has gone"
 
 
-def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
+def _messages(after: Run, effects: Iterable[Effect], calls_again: bool) -> Iterator[str]:
     asked = answered = False
     for effect in effects:
         match effect:
             case SendTo(message=Refuse(why=why)):
                 yield f"refused: {why}"
+            case SendTo(message=Waiting(why=why)) if calls_again:
+                yield f"{why}. The region trains on, and stops with a checkpoint when it needs a decision"
             case SendTo(to=to, message=Resumed()) if to in after.seats:
                 yield f"region {after.seats[to].member.region} is back"
             case SendTo(to=to, message=LeaveNow()) if to in after.seats:
@@ -212,14 +227,14 @@ def overview(
 
 
 def phase(state: Run) -> str:
-    """What a run does: "gathering" its regions, "trains", "recovering", "silent" (no member is connected) or "ended"."""
+    """What a run does: "gathering" its regions, "trains", "silent" (no member is connected) or "ended"."""
     if state.ended is not None and not state.hellos:
         return "ended"
     if not state.trains:
         return "gathering"
     if state.alone_since is not None:
         return "silent"
-    return "recovering" if state.recovers else "trains"
+    return "trains"
 
 
 def _member(
@@ -254,18 +269,20 @@ def _behind(seat: Seat, seats: Mapping[Member, Seat], now: float) -> int:
 
 
 class Clock:
-    """Seconds of a clock that stands still while this process does. `has_jumped`: it did since somebody set this to False."""
+    """Seconds of a clock that stands still while this process does. `has_jumped`: it did since somebody set this to False;
+    `stood_s`: for how long, until somebody sets this to 0.
+    """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._lost_s = 0.0
+        self._lost_s = self.stood_s = 0.0
         self.has_jumped = False
 
     def __call__(self) -> float:
         now = time.monotonic()
         if now - self._last > _FROZEN_S:
             self._lost_s += now - self._last
-            self.has_jumped = True
+            self.has_jumped, self.stood_s = True, now - self._last
         self._last = now
         return now - self._lost_s
 
@@ -316,7 +333,7 @@ class Runs:
         say: takes a line for the log.
         fail: called with the error if the state cannot be written. Nothing may be sent after that.
         file: keeps what must survive this process; None if nothing must.
-        assumed_lost: regions that an operator declares lost.
+        close: ends a connection, soon.
     """
 
     def __init__(
@@ -325,24 +342,22 @@ class Runs:
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
         file: StateFile | None = None,
-        assumed_lost: Iterable[int] = (),
+        close: Callable[[int], None] = lambda who: None,
     ) -> None:
-        self._send, self._say, self._fail, self._file = send, say, fail, file
-        self._assumed_lost = frozenset(assumed_lost)
+        self._send, self._say, self._fail, self._file, self._close = send, say, fail, file, close
         self.clock = Clock()
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._boards: dict[tuple[str, str], dict[int, Any]] = {}
         self._has_failed = False
         now = self.clock()
         for key, state in [] if file is None else file.runs:
-            restored = replace(with_time_to_return(state, now), assumed_lost=self._assumed_lost)
-            self._hosted[key, state.name] = Hosted(key, restored, idle_since=now)
+            self._hosted[key, state.name] = Hosted(key, restarted(state, now), idle_since=now)
 
     def come_in(self, key: str, name: str, who: int) -> Hosted:
         """The run of this name, with one more connection."""
         hosted = self._hosted.get((key, name))
         if hosted is None:
-            hosted = Hosted(key, Run(name=name, assumed_lost=self._assumed_lost))
+            hosted = Hosted(key, Run(name=name))
             self._hosted[key, name] = hosted
         hosted.connections.add(who)
         return hosted
@@ -358,9 +373,19 @@ class Runs:
         if hosted.is_nothing:
             self._forget(hosted)
 
+    def _now(self) -> float:
+        """The time of the clock. If this process stood still for long, its runs begin as after a start."""
+        now = self.clock()
+        if self.clock.stood_s > _STOOD_S:
+            self.clock.stood_s = 0.0
+            for hosted in self._hosted.values():
+                if hosted.state.trains:
+                    self._step(hosted, StoodStill())
+        return now
+
     def tick(self) -> None:
         """Time has passed. Call this several times a second."""
-        now = self.clock()
+        now = self._now()
         if self.clock.has_jumped:  # what has arrived meanwhile is read first
             self.clock.has_jumped = False
             return
@@ -404,18 +429,14 @@ class Runs:
         """Take the next state, and carry out what follows; unless the rules fail, or it cannot be written."""
         if self._has_failed:
             return
+        now = self._now()
         before = hosted.state
         try:
-            after, effects = step(before, event, self.clock())
+            after, effects = step(before, event, now)
         except Exception:  # a fault of ours: other runs go on
             what = type(event.message if isinstance(event, Came) else event).__name__
             logger.exception("the rules fail for run %r at %s", before.name, what)
             return
-        try:
-            for line in lines(before, event, after, effects):
-                self._say(line)
-        except Exception:  # nor does a line for people hold the run
-            logger.exception("no line can be written about run %r", before.name)
         hosted.state = after
         for effect in effects:
             match effect:
@@ -429,8 +450,15 @@ class Runs:
                         return
                 case SendTo(to, message):
                     self._send(to, message)
+                case CloseConnection(to):
+                    self._close(to)
         if (after.run, after.members) != (before.run, before.members):
             self._note_lost(hosted, before)
+        try:
+            for line in lines(before, event, after, effects):
+                self._say(line)
+        except Exception:  # nor does a line for people hold the run
+            logger.exception("no line can be written about run %r", before.name)
         if after.seats is not before.seats:
             self._note_gone(hosted, before)
 

@@ -13,7 +13,7 @@ from ..net.addresses import listen_at, named
 from ..net.channel import keep_from_forks
 from ..net.keys import Keys
 from .service import Coordinator
-from .state import StateFile
+from .state import StateFile, default_path
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ class Served:
             listener,
             secrets,
             state,
-            (),
             lambda line: logger.info("%s", line),
             fail,
             relay=self._relay,
@@ -90,13 +89,12 @@ def serve(
     port: int,
     secrets: Sequence[Keys],
     state: Path | None,
-    assume_lost: Sequence[int],
     say: Callable[[str], None],
     relay: int | None = None,
 ) -> None:
     """Run a coordinator in the main thread until SIGINT or SIGTERM. Raises like `serve_in_thread`.
 
-    `say` takes the lines of its log. `relay` is the port of a relay beside it.
+    `say` takes the lines of its log. `relay` is the port of a relay beside it. `state`: its file, by default that of the port.
     """
     listener = listen(host, port)
     file = coordinator = None
@@ -110,14 +108,14 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, loop.stop)
     try:
-        file = None if state is None else StateFile(state)
+        file = StateFile(state or default_path(listener.getsockname()[1]))
         beside = "" if relay is None else f", relay on port {relay}"
         say(
             f"coordinator listening on {named(host, listener.getsockname()[1])}{beside}; press Ctrl-C to end it"
         )
-        for line in [] if file is None else file.news:
+        for line in file.news:
             say(line)
-        coordinator = Coordinator(loop, listener, secrets, file, assume_lost, say, fail, relay=relay)
+        coordinator = Coordinator(loop, listener, secrets, file, say, fail, relay=relay)
         loop.run_forever()
     finally:
         _end(loop, coordinator, listener, file)

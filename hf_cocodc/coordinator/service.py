@@ -89,7 +89,6 @@ class Coordinator:
         listener: socket.socket,
         secrets: Sequence[Keys],
         state: StateFile | None,
-        assume_lost: Sequence[int],
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
         limits: Limits | None = None,
@@ -99,7 +98,7 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
-        self._runs = Runs(self._send, say, fail, state, assume_lost)
+        self._runs = Runs(self._send, say, fail, state, self._end)
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
         self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, say)
@@ -243,6 +242,11 @@ class Coordinator:
         """Let the other end take what it was told, and close the connection unless it does."""
         connection.channel.finish()
         self._loop.call_later(_FAREWELL_S, self._close, connection)
+
+    def _end(self, who: int) -> None:
+        """Close a connection soon: a step of its run may be in hand."""
+        if who in self._connections:
+            self._loop.call_soon(self._close, self._connections[who])
 
     def _hear(self, connection: _Connection, line: bytes) -> None:
         match connection.purpose:

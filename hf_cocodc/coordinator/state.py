@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +17,41 @@ from ..errors import InputError, LinkError, short
 from ..net.channel import line_of, object_of
 from ..net.letters import Member
 from ..settings.regions import MOST_REGIONS
-from .messages import PROTOCOL, Bye, Change, Decided, Place, Several, Terms, Text, Whole, from_line
-from .rules import DURABLE, RETURN_S, VOID_S, Run
+from .messages import (
+    PROTOCOL,
+    Bye,
+    Change,
+    Decided,
+    Generation,
+    Place,
+    Several,
+    Terms,
+    Text,
+    Whole,
+    from_line,
+)
+from .rules import DURABLE, Run
 
-_RETURN_S = 20.0
-"""How long the members of a run that was read have to call: they notice within 15 s that the coordinator was away."""
 _MOST_RUNS = 1000
+_KEPT_GENERATIONS = 64
+_TICKETS = 1000
+"""So many tickets may have been given out since a copy of the file was made: they are never used again."""
 _LEAST_FULL = 64 << 20
 """From so many bytes on, the file is rewritten whenever it has doubled."""
 _WAY_OUT = (
-    "Put back a good copy of the file, or move the file away and start the coordinator without what it held: it then decides "
-    "nothing about a run before all its members have called, or are declared lost (--assume-lost)"
+    "Move the file away, and start the coordinator: its regions train on, and stop with checkpoints when they need a decision. "
+    "Then start all of them again with --resume"
 )
 
-_HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
+_HEAD = {"hf_cocodc state": 2, "protocol": PROTOCOL}
+
+
+def default_path(port: int) -> Path:
+    """The file of a coordinator that listens on a port of this machine, for a user who names none. Makes its folder."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "hf_cocodc")
+    with contextlib.suppress(OSError):  # then the file cannot be opened either
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"coordinator-{port}.state"
 
 
 class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +60,12 @@ class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: Text
     name: Text
     run: Text
-    generation: Whole
+    generations: Several[Generation]
+    earlier: Several[Text]
     terms: Terms
     members: Several[Member]
     hosts: Several[Place]
+    tokens: Several[Place]
     losses: Whole
     lost: Several[Whole]
     decisions: Several[Decided]
@@ -49,8 +74,6 @@ class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     announced: Several[Change]
     tickets: Whole
     ended: Bye | None
-    recovers: bool
-    known: Several[Member]
     compared: dict[str, Any] | None = None
 
 
@@ -76,7 +99,8 @@ class StateFile:
         self.news: list[str] = []
         try:
             with _locked(path) as old:
-                self._newest = {which: _revived(state) for which, state in self._read(old).items()}
+                name = secrets.token_hex(6)
+                self._newest = {which: revived(state, name) for which, state in self._read(old).items()}
                 self._file = self._rewrite()
         except OSError as error:
             raise InputError(
@@ -109,11 +133,12 @@ class StateFile:
         is_new = self._compared.get((key, state.name)) is not compared
         self._compared[key, state.name] = compared
         fields = {name: getattr(state, name) for name in DURABLE}
-        fields["hosts"] = tuple(Place(member, host) for member, host in state.hosts.items())
+        for name in ("hosts", "tokens"):
+            fields[name] = tuple(Place(*item) for item in fields[name].items())
         fields["lost"] = tuple(sorted(state.lost)[-MOST_REGIONS:])
-        fields["known"] = tuple(sorted(state.known))
         saved = SavedRun(key=key, **fields, compared=dict(compared) if is_new else None)
-        return line_of(saved, 1 << 40)
+        text = line_of(saved, 1 << 40)
+        return _digest(text) + b" " + text
 
     def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
         """The newest state of each run."""
@@ -126,7 +151,10 @@ class StateFile:
                 if number == 1:
                     self._check_head(object_of(line))
                     continue
-                saved: SavedRun = from_line(line, _decoder)
+                digest, _, text = line.partition(b" ")
+                if digest != _digest(text):
+                    raise LinkError("it is not what was written")
+                saved: SavedRun = from_line(text, _decoder)
             except LinkError as error:
                 raise self._damaged(number, error) from error
             before = states.pop((saved.key, saved.name), None)
@@ -177,6 +205,10 @@ class StateFile:
         return file
 
 
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Any:
     """The file, which nobody else uses. Raises InputError if another process does."""
@@ -199,17 +231,19 @@ def _locked(path: Path) -> Any:
 def _state_of(saved: SavedRun, before: Run | None) -> Run:
     compared = saved.compared if saved.compared is not None else (before.compared if before else {})
     fields = {name: getattr(saved, name) for name in DURABLE}
-    fields["hosts"] = {place.member: place.host for place in saved.hosts}
-    fields["lost"], fields["known"] = frozenset(saved.lost), frozenset(saved.known)
+    for name in ("hosts", "tokens"):
+        fields[name] = dict(fields[name])
+    fields["lost"] = frozenset(saved.lost)
     return Run(**fields, compared=compared)
 
 
-def _revived(state: Run) -> Run:
-    """A run as a coordinator goes on with it that has read it."""
-    return state if state.ended is not None else replace(state, generation=state.generation + 1)
-
-
-def with_time_to_return(state: Run, now: float) -> Run:
-    """The state with more time for its members to call than a run has whose members have all gone."""
-    away = dict.fromkeys(state.expected, now + _RETURN_S - RETURN_S)
-    return replace(state, alone_since=now + _RETURN_S - VOID_S, away=away)
+def revived(state: Run, name: str) -> Run:
+    """A run as a coordinator goes on with it that has read it. `name`: of its generation."""
+    if state.ended is not None:
+        return state
+    generation = Generation(state.generation.number + 1, name)
+    return replace(
+        state,
+        generations=(*state.generations, generation)[-_KEPT_GENERATIONS:],
+        tickets=state.tickets + _TICKETS,
+    )

@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import structs
 
 from ..coordinator.messages import (
+    NO_GENERATION,
     Announce,
     Ask,
     Back,
@@ -29,6 +30,7 @@ from ..coordinator.messages import (
     Change,
     Decided,
     FromRegion,
+    Generation,
     Gone,
     Here,
     Noted,
@@ -40,9 +42,9 @@ from ..coordinator.messages import (
     Suspect,
     Terms,
     ToRegion,
+    Waiting,
     Welcome,
 )
-from ..coordinator.rules import KEPT_DECISIONS
 from ..errors import LeftBehind, LinkError, RegionLostError, RunFinished, RunOver
 from ..net.letters import Member
 
@@ -90,7 +92,7 @@ class Part:
     """One process's part in a run.
 
     Attributes:
-        run: the id of the run; `generation`: of the newest coordinator that it has heeded.
+        run: the id of the run; `generation`: of the newest coordinator that it has heeded; `token`: see `Welcome`.
         wait_s: how long a loss waits for a coordinator that is away.
         answers: whether the coordinator is there, and decides.
         roster: who takes part in calls that are made now; lost members may still be among them.
@@ -102,7 +104,6 @@ class Part:
         submitted, done: numbers of the last call that was made, and of the last that has completed.
         frozen: whether no call may complete before a decision.
         missed: members that this process misses, with the reason; `late`: those that are only late.
-        decisions: the newest decisions on losses that it has heard.
         hosts: all processes that it knows; `gone` has those that have left before they came in.
         paired: by region, the process to which this one is connected.
         meeting: processes to which it connects now; `unpaired`: why that has failed the last time.
@@ -113,7 +114,8 @@ class Part:
     terms: Terms
     standing: Standing
     run: str = ""
-    generation: int = 0
+    generation: Generation = NO_GENERATION
+    token: str = ""
     wait_s: float = math.inf
     answers: bool = True
     roster: tuple[Member, ...] = ()
@@ -130,7 +132,6 @@ class Part:
     frozen: bool = False
     missed: Mapping[Member, str] = field(default_factory=dict)
     late: frozenset[Member] = frozenset()
-    decisions: tuple[Decided, ...] = ()
     hosts: Mapping[Member, str] = field(default_factory=dict)
     gone: frozenset[Member] = frozenset()
     paired: Mapping[int, Member] = field(default_factory=dict)
@@ -188,6 +189,7 @@ def enter(welcome: Welcome, terms: Terms, host: str = "", wait_s: float = math.i
         standing=Standing.JOINING if welcome.joins else Standing.MEMBER,
         run=welcome.run,
         generation=welcome.generation,
+        token=welcome.token,
         wait_s=wait_s,
         roster=() if welcome.joins else members,
         losses=welcome.losses,
@@ -196,21 +198,15 @@ def enter(welcome: Welcome, terms: Terms, host: str = "", wait_s: float = math.i
     )
 
 
-def back(part: Part, compared: Mapping[str, Any]) -> Back:
+def back(part: Part) -> Back:
     """What a process says to a coordinator that it calls again."""
     return Back(
         run=part.run,
         member=part.me,
-        is_member=part.standing is Standing.MEMBER,
-        host=part.hosts[part.me],
+        token=part.token,
         generation=part.generation,
         losses=part.losses,
-        changes=part.changes,
-        announced=part.announced,
-        decisions=part.decisions,
-        members=tuple(Place(each, part.hosts.get(each, "")) for each in part.without_lost(part.roster)),
-        terms=part.terms,
-        compared=dict(compared),
+        changes=part.knows,
     )
 
 
@@ -541,13 +537,14 @@ class _MemberWork:
     # -- the coordinator
 
     def heeds(self, message: ToRegion) -> bool:
-        """Whether a message counts: one of an older coordinator does not."""
+        """Whether a message counts: one of an older coordinator does not, nor of a second one with a copy of its file."""
         generation = getattr(message, "generation", None)
-        if generation is None:
-            return True
         counts = self.state.generation
-        if generation < counts:
-            why = f"an older one has answered: its generation is {generation}, and {counts} counts"
+        if generation is None or generation == counts:
+            return True
+        if generation.number <= counts.number:
+            which = "an older one" if generation.number < counts.number else "a second one"
+            why = f"{which} has answered: its generation is {generation.number}, and another {counts.number} counts"
             self.effects.append(HangUp(why))
             return False
         self.change(generation=generation)
@@ -570,6 +567,8 @@ class _MemberWork:
                     self.change(announced=(*state.announced, change))
             case Suspect():
                 self.suspect(message, awaits)
+            case Waiting():
+                self.change(answers=False)
             case Resumed():
                 self.change(answers=True)
                 for other in state.paired.values():  # it may have forgotten
@@ -612,8 +611,8 @@ class _MemberWork:
             self.fail(
                 LinkError,
                 f"region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
-                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}). Start it again (look at hf-cocodc status: one "
-                "without its memory waits for all members), then all regions with --resume.",
+                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}). Start it again with its "
+                "state file, then all regions with --resume.",
             )
         if state.terms.elastic or call is None or waited.waited_s <= state.terms.stuck_timeout_s:
             return
@@ -733,7 +732,6 @@ class _MemberWork:
             losses=decision.number + 1,
             lost=state.lost | {each.ticket for each in lost},
             missed={each: why for each, why in state.missed.items() if each not in decision.lost},
-            decisions=(*state.decisions, decided)[-KEPT_DECISIONS:],
         )
         whys = dict(zip(decision.lost, decided.whys, strict=False))
         for each in lost:

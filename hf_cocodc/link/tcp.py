@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,6 @@ class TcpLink:
 
     Args:
         client: has met the other regions (`Client.meet`).
-        compared: what this region has told of itself; told again to a coordinator that has forgotten it.
         timeout_s: seconds that `close` waits for calls in progress.
         wait_s: how long a loss waits for a coordinator that is away.
         is_one_voice: whether the ranks of the region, which have a lane each, share their decisions (`voice`).
@@ -94,7 +93,6 @@ class TcpLink:
         client: AnyClient,
         terms: Terms,
         wire: Wire,
-        compared: Mapping[str, Any],
         *,
         timeout_s: float = 120.0,
         wait_s: float = math.inf,
@@ -110,7 +108,7 @@ class TcpLink:
         self.landed_at = 0.0
         self.switched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self.on: Callable[[ToRegion], None] = lambda message: None
-        self.terms, self._compared, self._timeout_s = terms, compared, timeout_s
+        self.terms, self._timeout_s = terms, timeout_s
         self._buffers: dict[torch.device, Buffers] = {}  # for payloads, by the device that copies them
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
@@ -761,7 +759,7 @@ class TcpLink:
             )
 
     def _back(self) -> Back:
-        return rules.back(self._part, self._compared)
+        return rules.back(self._part)
 
     def _away(self) -> None:
         self._feed(rules.Away())

@@ -222,7 +222,6 @@ class RegionContext:
             client,
             self.terms,
             self.wire(),
-            self.compared,
             timeout_s=self.regions.timeout_s,
             wait_s=math.inf if wait_s is None else wait_s,
             lane=self.lane,

@@ -23,7 +23,7 @@ from typing import Any
 
 from hf_cocodc.coordinator.caller import ConnectionEnded, CoordinatorConnection
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.messages import Alive, Back, Place, Terms
+from hf_cocodc.coordinator.messages import NO_GENERATION, Alive, Back
 from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Member
@@ -138,19 +138,13 @@ def calls_again(run: Run) -> Iterator[None]:
     """The process that region LAST was in an earlier epoch calls the coordinator, with the secret and all that it knew."""
     keys = Keys.from_secret(SECRET)
     [state] = status(run.meeting_point, keys)
-    members = tuple(Member(region, region + 1) for region in range(LAST + 1))
     back = Back(
         run=state["run"],
-        member=members[LAST],
-        is_member=True,
-        host="127.0.0.1",
-        generation=1,
+        member=Member(LAST, LAST + 1),
+        token="",
+        generation=NO_GENERATION,
         losses=0,
         changes=0,
-        announced=(),
-        members=tuple(Place(each, "127.0.0.1") for each in members),
-        terms=Terms(count=len(members), elastic=True, least=LEAST, most=len(members)),
-        compared={},
     )
     with contextlib.closing(
         CoordinatorConnection(run.meeting_point, state["name"], "region", keys)

@@ -32,7 +32,6 @@ def test_other_machines_need_a_secret_or_insecure(
     ("options", "why"),
     [
         (["--port", "70000"], "--port 70000 must lie in 0 .. 65535"),
-        (["--assume-lost", "-1"], "--assume-lost -1 must be at least 0"),
         (["--state", "/nowhere/state"], "--state /nowhere/state cannot be used"),
         (["--host", "192.0.2.1", "--insecure"], "Choose another --host or --port"),
     ],

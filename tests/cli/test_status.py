@@ -88,12 +88,11 @@ def test_status_shows_who_is_lost() -> None:
     ]
 
 
-def test_status_shows_who_comes_and_what_the_coordinator_has_forgotten() -> None:
-    """Newcomers, regions that wait, a run that ends with a lost region, and a coordinator that waits for all members."""
+def test_status_shows_who_comes() -> None:
+    """Newcomers, regions that wait, and a run that ends with a lost region."""
     coming = {**RUN, "newcomers": [{"region": 3, "ticket": 9, "address": "10.0.0.4"}], "waiting": [4]}
     assert lines(coming)[-2:] == ["region 3    is to come in  [10.0.0.4]", "region 4    waits to take part"]
     assert lines({**RUN, "elastic": False})[1] == "regions     3; the run ends when one is lost; epoch 2"
-    assert "has lost its memory of the run" in lines({**RUN, "phase": "recovering"})[3]
     gathering = {**RUN, "members": [], "phase": "gathering", "waiting": [0, 2]}
     assert lines(gathering) == [
         "run         mine",

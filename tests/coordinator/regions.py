@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_cocodc.coordinator.caller import CoordinatorConnection, error_of
 from hf_cocodc.coordinator.client import Client
-from hf_cocodc.coordinator.messages import Back, Beat, FromCommand, Hello, Place, Refuse, Terms, Welcome
+from hf_cocodc.coordinator.messages import Back, Beat, FromCommand, Hello, Refuse, Terms, Welcome
 from hf_cocodc.errors import MeetingError
 from hf_cocodc.net.keys import Keys
 from tests.secret import secret
@@ -78,15 +78,10 @@ class Region:
         return Back(
             run=self.welcome.run,
             member=self.client.me,
-            is_member=not self.welcome.joins,
-            host=self.hello.host,
+            token=self.welcome.token,
             generation=self.welcome.generation,
             losses=self.losses,
             changes=self.changes,
-            announced=(),
-            members=tuple(Place(*each) for each in self.welcome.members),
-            terms=self.hello.terms,
-            compared=self.hello.compared,
         )
 
 

@@ -3,6 +3,7 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -191,13 +192,15 @@ def test_a_handler_that_fails_is_logged_and_ends_nothing(caplog: pytest.LogCaptu
     served.close()
 
 
-def test_an_outage_is_one_warning_and_one_line_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_one_warning_and_one_line_when_it_is_over(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     caplog.set_level(logging.INFO, "hf_cocodc.coordinator.client")
-    served = serve_in_thread()
+    served = serve_in_thread(state=tmp_path / "state")
     a, b = meet(served.address, hello(0), hello(1))
     served.close()
     time.sleep(0.4)
-    again = serve_in_thread(port=served.port)
+    again = serve_in_thread(port=served.port, state=tmp_path / "state")
     for region in (a, b):
         region.wait_for(Resumed, 8.0)
     wait_until(lambda: sum(record.levelname == "INFO" for record in caplog.records) == 2)
@@ -207,13 +210,13 @@ def test_an_outage_is_one_warning_and_one_line_when_it_is_over(caplog: pytest.Lo
     again.close()
 
 
-def test_a_region_whose_run_is_over_hears_so_and_calls_no_more() -> None:
+def test_a_region_that_is_refused_hears_so_and_calls_no_more() -> None:
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
-    a.welcome = structs.replace(a.welcome, run="another")
+    a.welcome = structs.replace(a.welcome, token="another")
     assert a.client._connection is not None
     a.client._connection.channel.socket.shutdown(socket.SHUT_RDWR)
-    assert a.wait_for(Refuse).error == "RunOver"
+    assert a.wait_for(Refuse).error == "LeftBehind"
     time.sleep(0.5)
     assert sum(isinstance(each, Refuse) for each in a.heard) == 1
     part(a, b)
@@ -236,7 +239,7 @@ def test_a_coordinator_that_is_silent_is_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
-    assert a.wait_for(Resumed).generation == 1
+    assert a.wait_for(Resumed).generation.number == 1
     part(a, b)
     served.close()
 

@@ -1,16 +1,18 @@
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from msgspec import structs
 
 from hf_cocodc.coordinator.messages import (
     Back,
     Beat,
+    Generation,
     Gone,
     Hears,
     Hello,
     Leave,
     Paired,
-    Place,
     Post,
     Ready,
     Refuse,
@@ -21,8 +23,22 @@ from hf_cocodc.coordinator.messages import (
     Waiting,
     Welcome,
 )
-from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Event, Run, SendTo, Tick, step
-from hf_cocodc.coordinator.state import with_time_to_return
+from hf_cocodc.coordinator.rules import (
+    CALL_S,
+    HERE_S,
+    VOID_S,
+    Came,
+    CloseConnection,
+    Ended,
+    Event,
+    Run,
+    SendTo,
+    StoodStill,
+    Tick,
+    restarted,
+    step,
+)
+from hf_cocodc.coordinator.state import revived
 from hf_cocodc.net.letters import Member
 
 
@@ -52,6 +68,27 @@ class World:
     def last(self, who: int) -> object:
         return self.sent[who][-1]
 
+    def starts_again(self, name: str = "b") -> None:
+        """The coordinator is started again, with its file."""
+        self.state = restarted(revived(self.state, name), self.now)
+
+    def of(self, count: int, **terms: Any) -> list[Member]:
+        """A run of so many regions begins; their connections are 1, 2 and so on."""
+        for region in range(count):
+            said = hello(region, elastic=True, count=count)
+            self.do(
+                Came(
+                    region + 1,
+                    structs.replace(said, terms=structs.replace(said.terms, most=count + 1, **terms)),
+                )
+            )
+        return list(self.state.members)
+
+    def reports(self, who: int, *lost: Member, **what: Any) -> None:
+        me, members = self.state.seats[who].member, self.state.members
+        said = Report(number=0, member=me, first=1, done=0, has=False, lost=lost, members=members)
+        self.do(Came(who, structs.replace(said, **what)))
+
     def meet(self, elastic: bool) -> None:
         self.do(Came(1, hello(0, elastic)))
         self.do(Came(2, hello(1, elastic)))
@@ -61,15 +98,10 @@ class World:
         return Back(
             run=welcome.run,
             member=welcome.me,
-            is_member=True,
-            host="h",
+            token=welcome.token,
             generation=welcome.generation,
             losses=0,
             changes=0,
-            announced=(),
-            members=tuple(Place(*each) for each in welcome.members),
-            terms=self.state.terms,
-            compared={},
         )
 
 
@@ -82,7 +114,7 @@ def test_members_may_come_back_after_the_network_to_the_coordinator_was_down_for
         world.later(1.0)
         world.later(60.0)
         world.do(Came(3, world.back(1)))
-        assert world.last(3) == Resumed(generation=1)
+        assert world.last(3) == Resumed(generation=world.state.generation)
 
 
 def test_all_hear_which_connections_have_ended_and_who_has_called_again() -> None:
@@ -112,7 +144,7 @@ def test_new_regions_of_a_run_that_has_died_begin_anew() -> None:
     for who in (3, 4):
         world.do(Came(who, structs.replace(hello(who - 3, elastic=True), token=f"new{who}")))
     assert isinstance(world.last(3), Welcome) and isinstance(world.last(4), Welcome)
-    assert world.state.run != old and world.state.generation == 2
+    assert world.state.run != old and world.state.generation.number == 2
     world.do(Came(5, structs.replace(world.back(1), run=old)))
     assert isinstance(world.last(5), Refuse) and world.last(5).error == "RunOver"
 
@@ -199,7 +231,7 @@ def test_an_announced_newcomer_that_calls_again_is_still_announced() -> None:
     world = of_three()
     me = newcomer(world, 3)
     world.do(Ended(3))
-    world.do(Came(4, structs.replace(world.back(3), is_member=False)))
+    world.do(Came(4, world.back(3)))
     world.do(Ended(4))
     assert not any(isinstance(each, Gone) for who in (1, 2) for each in world.sent[who])
     assert me in world.state.expected
@@ -227,7 +259,6 @@ def test_who_writes_to_one_that_has_left_hears_that_it_has_gone() -> None:
 
 
 def test_a_region_that_was_lost_is_no_member_when_it_calls_again() -> None:
-    """Its own decisions may be those of a coordinator that has lost its memory."""
     world = of_three()
     world.state = replace(world.state, lost=frozenset([world.state.members[1].ticket]))
     world.do(Ended(2))
@@ -243,10 +274,10 @@ def test_connections_of_processes_that_nobody_knows_are_not_kept() -> None:
     assert not world.state.pairs
     newcomer(world, 3)
     assert world.state.pairs
-    world.state = replace(world.state, announced=(), newcomers={})
+    world.do(Came(1, Beat(changes=1, members=tuple(world.state.expected))))
     world.do(Came(2, Leave()))
-    world.do(Came(1, Beat(changes=2, members=world.state.members[:1])))
-    assert not world.state.pairs
+    world.do(Came(1, Beat(changes=2, members=(world.state.members[0], world.state.members[2]))))
+    assert len(world.state.pairs) == 2
 
 
 def test_members_have_time_to_find_a_coordinator_that_was_started_again() -> None:
@@ -256,7 +287,7 @@ def test_members_have_time_to_find_a_coordinator_that_was_started_again() -> Non
         world.do(Came(who, hello(region, elastic=True, count=3)))
     backs = {who: world.back(who) for who in (1, 2, 3)}
     lost = backs[3].member
-    world.state = with_time_to_return(replace(world.state, seats={}, away={}), world.now)
+    world.starts_again()
     world.do(Came(4, backs[1]))
     report = Report(
         number=0,
@@ -272,6 +303,7 @@ def test_members_have_time_to_find_a_coordinator_that_was_started_again() -> Non
     assert world.state.losses == 0
     world.do(Came(5, backs[2]))
     world.do(Came(5, structs.replace(report, member=backs[2].member, lost=())))
+    world.later(CALL_S - 14.0)
     assert world.state.losses == 1 and world.state.members == (backs[1].member, backs[2].member)
 
 
@@ -287,3 +319,167 @@ def test_a_member_that_goes_in_the_middle_of_a_transfer_is_suspected() -> None:
         assert not any(isinstance(each, Suspect) for each in world.sent[1]) or idle_s > timeout_s
         world.later(1.0)
     assert any(isinstance(each, Suspect) and each.member == other for each in world.sent[1])
+
+
+def test_a_member_that_others_miss_has_time_to_call_a_coordinator_that_was_started_again() -> None:
+    """Region 0 is faulty: it misses 1, and 2 misses it. Region 1 calls a moment later than both."""
+    world = World()
+    faulty, late, other = world.of(3)
+    backs = {who: world.back(who) for who in (1, 2, 3)}
+    world.starts_again()
+    world.do(Came(4, backs[1]))
+    world.do(Came(6, backs[3]))
+    world.reports(4, late)
+    world.reports(6, faulty)
+    world.later(1.5)
+    assert world.state.losses == 0
+    world.do(Came(5, backs[2]))
+    world.reports(5, faulty)
+    assert world.state.members == (late, other)
+
+
+def test_a_killed_process_costs_no_time() -> None:
+    world = World()
+    first, gone, last = world.of(3)
+    world.do(Ended(2))
+    world.reports(1, gone)
+    world.reports(3, gone)
+    assert world.state.members == (first, last)
+
+
+def test_a_report_counts_while_its_reporter_is_connected() -> None:
+    """Region 3 stands still, 2 is killed, and 0 and 1 are killed once they have reported."""
+    world = World()
+    *_, gone, frozen = world.of(4)
+    world.do(Ended(3))
+    for who in (1, 2):
+        world.reports(who, gone)
+    for who in (1, 2):
+        world.do(Ended(who))
+    assert world.state.asked_at is None
+    world.later(16.0)
+    world.reports(4, gone)
+    world.later(6.0)
+    assert world.state.members == (frozen,)
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_a_connected_member_has_its_time_out_for_its_report(is_missed: bool) -> None:
+    world = World()
+    first, busy, gone = world.of(3, timeout_s=60.0)
+    world.do(Ended(3))
+    world.reports(1, gone, *([busy] if is_missed else []))
+    world.later(50.0)
+    world.do(Came(2, Beat()))
+    assert world.state.losses == 0
+    world.later(11.0)
+    assert world.state.members == (first,)
+
+
+def test_a_member_that_has_been_silent_for_its_time_out_is_not_waited_for_once_more() -> None:
+    world = World()
+    first, silent = world.of(2, timeout_s=60.0)
+    world.later(61.0)
+    world.reports(1, silent)
+    assert world.state.members == (first,)
+
+
+def test_all_that_are_stuck_are_lost_at_once() -> None:
+    world = World()
+    first, *stuck = world.of(4, timeout_s=60.0, stuck_timeout_s=1200.0)
+    for at in range(0, 1240, 30):
+        world.now = float(at)
+        for who in (2, 3, 4):
+            world.do(Came(who, Beat(step=7)))
+        world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=float(at), idle_s=1.0)))
+    suspect = world.last(1)
+    assert isinstance(suspect, Suspect) and suspect.how == "stuck"
+    world.reports(1, suspect.member)
+    world.reports(2)
+    assert world.state.members == (first,) and "stuck" in " ".join(world.state.decisions[-1].whys)
+
+
+def test_regions_of_a_run_that_has_died_begin_anew_beside_a_newcomer_that_was_announced() -> None:
+    world = of_three()
+    newcomer(world, 3)
+    for who in (1, 2):
+        world.do(Ended(who))
+    for who, region in ((5, 0), (6, 1)):
+        world.do(Came(who, structs.replace(hello(region, elastic=True), token=f"again{region}")))
+    world.later(VOID_S)
+    for who in (5, 6):
+        assert isinstance(world.last(who), Welcome) and not world.last(who).joins
+    assert isinstance(world.last(3), Refuse)
+
+
+def test_a_coordinator_with_the_file_of_another_run_says_nothing_about_this_one() -> None:
+    world = World()
+    world.meet(elastic=True)
+    back, earlier = world.back(1), world.back(2)
+    for file in (Run(name="run"), replace(world.state, run="another", earlier=("run-0",))):
+        world.state = restarted(file, world.now)
+        world.do(Came(7, back))
+        assert isinstance(world.last(7), Waiting) and not world.state.seats
+    world.do(Came(8, structs.replace(earlier, run="run-0")))
+    assert world.last(8) == Refuse(
+        error="RunOver", why="run 'run' has been begun anew while region 1 was away."
+    )
+
+
+@pytest.mark.parametrize("news", [{"losses": 1}, {"changes": 1}, {"generation": Generation(2, "a")}])
+def test_a_coordinator_with_an_old_file_decides_nothing(news: dict[str, Any]) -> None:
+    world = World()
+    world.meet(elastic=True)
+    back = world.back(1)
+    world.starts_again("b")
+    world.do(Came(7, structs.replace(back, **news)))
+    assert isinstance(world.last(7), Waiting) and not world.state.seats
+
+
+def test_of_two_coordinators_with_copies_of_one_file_at_most_one_decides() -> None:
+    world = World()
+    members = world.of(4)
+    backs, file = {who: world.back(who) for who in (1, 2, 3, 4)}, world.state
+    for name, here, decides in (("x", (1, 2), True), ("y", (3, 4), False), ("z", (2, 3, 4), True)):
+        world.state = file
+        world.starts_again(name)
+        for who in here:
+            world.do(Came(who + 10, backs[who]))
+            world.reports(who + 10, *(each for each in members if each.region + 1 not in here))
+        world.later(CALL_S + 1.0)
+        assert world.state.losses == decides
+        assert decides or isinstance(world.last(here[0] + 10), Waiting)
+
+
+def test_a_coordinator_that_stood_still_begins_like_one_that_was_started_again() -> None:
+    world = World()
+    members = world.of(3)
+    world.state, effects = step(world.state, StoodStill(), 100.0)
+    assert {each.to for each in effects if isinstance(each, CloseConnection)} == {1, 2, 3}
+    assert world.state.uncalled == {*members} and not world.state.seats and world.state.losses == 0
+
+
+def test_nobody_takes_the_place_of_another_process() -> None:
+    world = World()
+    world.meet(elastic=True)
+    back = world.back(1)
+    world.do(Ended(1))
+    for wrong in ({"token": "guessed"}, {"generation": Generation(10**9, "x")}, {"losses": 10**9}):
+        world.do(Came(7, structs.replace(back, **wrong)))
+        assert world.state.seat_of(back.member) is None
+    world.do(Came(8, back))
+    assert world.state.seat_of(back.member) == 8
+
+
+def test_processes_that_are_not_connected_are_introduced_again() -> None:
+    world = of_three()
+    first, second = world.state.members
+    world.do(Came(3, hello(2, elastic=True, join=True)))
+    me = world.last(3).me  # type: ignore[attr-defined]
+    for who, other in ((3, first), (1, me)):
+        world.do(Came(who, Paired(member=other)))
+    world.sent.clear()
+    world.later(HERE_S)
+    assert [each.place.member for each in world.sent[2]] == [me]  # type: ignore[attr-defined]
+    assert [each.place.member for each in world.sent[3]] == [second]  # type: ignore[attr-defined]
+    assert 1 not in world.sent

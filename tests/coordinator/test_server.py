@@ -79,7 +79,7 @@ def test_two_and_three_regions_meet_and_get_each_their_place() -> None:
             regions = meet(served.address, *(hello(each, count) for each in range(count)), run=f"run{count}")
             assert [each.welcome.me.region for each in regions] == list(range(count))
             assert len({each.welcome.me.ticket for each in regions}) == count
-            assert {each.welcome.run for each in regions} == {"run-token0"}
+            assert len({each.welcome.run for each in regions}) == 1
             assert [place.host for place in regions[0].welcome.members] == [
                 f"10.0.0.{each + 1}" for each in range(count)
             ]
@@ -312,9 +312,8 @@ def test_the_log_has_a_line_for_each_event(caplog: pytest.LogCaptureFixture) -> 
         assert caplog.text.count(line) == 1
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_coordinator_that_is_started_again_goes_on_with_the_run(keeps: bool, tmp_path: Path) -> None:
-    state = tmp_path / "state" if keeps else None
+def test_a_coordinator_that_is_started_again_goes_on_with_the_run(tmp_path: Path) -> None:
+    state = tmp_path / "state"
     first = serve_in_thread(state=state)
     a, b, c = meet(first.address, *(hello(each, 3, elastic=True) for each in range(3)))
     first.close()
@@ -322,7 +321,7 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_run(keeps: bool, t
     a.client.send(Stop(why="it is dropped while nobody hears it"))
     with coordinator(port=first.port, state=state) as second:
         for region in (a, b, c):
-            assert region.wait_for(Resumed, 8.0).generation == 2
+            assert region.wait_for(Resumed, 8.0).generation.number == 2
         [run] = status(second.address, None)
         assert run["phase"] == "trains" and len(run["members"]) == 3
         c.client.close()
@@ -340,51 +339,28 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_run(keeps: bool, t
                     members=members,
                 )
             )
-        assert a.wait_for(Decided).generation == 2
+        assert a.wait_for(Decided).generation.number == 2
         assert b.wait_for(Decided).decision.lost == (c.client.me,)
         part(a, b)
 
 
-def test_without_its_file_a_coordinator_decides_nothing_before_all_members_have_called(
-    tmp_path: Path,
-) -> None:
-    """Nor does the next one, which has what the first callers told."""
-    first = serve_in_thread()
+def test_without_its_file_a_coordinator_decides_nothing(tmp_path: Path) -> None:
+    """Regions hear so, and train on; once it has the file again, it decides."""
+    first = serve_in_thread(state=tmp_path / "state")
     a, b = meet(first.address, hello(0, elastic=True), hello(1, elastic=True))
-    b.client.close()
     first.close()
-    for _ in range(2):
-        with coordinator(port=first.port, state=tmp_path / "new") as second:
-            wait_until(lambda: a.client.is_connected, 8.0)
-            wait_until(lambda: phases(second.address) == ["recovering"], 8.0)
-            time.sleep(0.3)
-            assert not any(isinstance(each, Resumed) for each in a.heard)
-        wait_until(lambda: not a.client.is_connected)
-    part(a)
+    with coordinator(port=first.port) as second:
+        for region in (a, b):
+            assert "does not know run 'run'" in region.wait_for(Waiting, 8.0).why
+        assert not phases(second.address)
+    with coordinator(port=first.port, state=tmp_path / "state"):
+        for region in (a, b):
+            region.wait_for(Resumed, 8.0)
+        part(a, b)
 
 
 def phases(address: str) -> list[str]:
     return [run["phase"] for run in status(address, None)]
-
-
-def test_an_operator_declares_a_region_lost_that_will_not_call(tmp_path: Path) -> None:
-    first = serve_in_thread()
-    a, b = meet(first.address, hello(0, elastic=True), hello(1, elastic=True))
-    b.client.close()
-    first.close()
-    with process_at(first.port, "--assume-lost", "1"):
-        a.wait_for(Resumed, 10.0)
-        part(a)
-
-
-@contextlib.contextmanager
-def process_at(port: int, *options: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "hf_cocodc", "coordinator", "--port", str(port), *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as started:
-        try:
-            yield
-        finally:
-            started.kill()
 
 
 @pytest.mark.slow

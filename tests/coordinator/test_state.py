@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Terms
-from hf_cocodc.coordinator.rules import VOID_S, Run, durable
+from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Generation, Terms
+from hf_cocodc.coordinator.rules import Run, durable
 from hf_cocodc.coordinator.runs import Runs
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.coordinator.state import StateFile, with_time_to_return
+from hf_cocodc.coordinator.state import StateFile
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.letters import Member
 
@@ -18,15 +18,21 @@ A, B = Member(0, 1), Member(1, 2)
 RUN = Run(
     name="run",
     run="run-1",
-    generation=3,
+    generations=(Generation(2, "a"), Generation(3, "b")),
+    earlier=("run-0",),
     terms=Terms(count=2, elastic=True, grace_s=1.5),
     compared={"model": {"a": [1, 2]}},
     members=(A,),
     hosts={A: "10.0.0.1"},
+    tokens={A: "digest"},
     losses=1,
     lost=frozenset({2}),
     decisions=(
-        Decided(generation=3, decision=Decision(number=0, members=(A,), lost=(B,), done=7), whys=("gone",)),
+        Decided(
+            generation=Generation(3, "b"),
+            decision=Decision(number=0, members=(A,), lost=(B,), done=7),
+            whys=("gone",),
+        ),
     ),
     changes=2,
     applied=1,
@@ -53,8 +59,12 @@ def test_all_that_is_durable_comes_back_with_a_higher_generation(tmp_path: Path)
     written(path, RUN, key="abc")
     [(key, state)] = read(path)
     assert key == "abc" and state.compared == RUN.compared
-    assert durable(state) == durable(replace(RUN, generation=4))
-    assert read(path)[0][1].generation == 5
+    again = state.generation
+    assert again.number == 4 and again.name != "b"
+    assert durable(state) == durable(
+        replace(RUN, generations=(*RUN.generations, again), tickets=RUN.tickets + 1000)
+    )
+    assert read(path)[0][1].generation.number == 5
 
 
 def test_every_durable_field_is_in_the_file(tmp_path: Path) -> None:
@@ -62,7 +72,7 @@ def test_every_durable_field_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "state"
     default = Run(name="run")
     ended = Bye(how="stopped", step=9, place="out")
-    written(path, replace(RUN, ended=ended, recovers=True, known=frozenset({A, B})))
+    written(path, replace(RUN, ended=ended))
     [(_, state)] = read(path)
     same = [each for each in durable(state) if each in durable(default)]
     assert same == ["run"], "a field of this state has its default, and nobody can see whether it was read"
@@ -72,13 +82,13 @@ def test_runs_that_have_ended_keep_their_generation(tmp_path: Path) -> None:
     path = tmp_path / "state"
     written(path, RUN, replace(RUN, ended=Bye(how="finished", step=100, place="out")))
     [(_, state)] = read(path)
-    assert state.generation == 3 and state.ended == Bye(how="finished", step=100, place="out")
+    assert state.generation.number == 3 and state.ended == Bye(how="finished", step=100, place="out")
 
 
 def test_what_regions_compare_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "state"
     written(path, RUN, replace(RUN, tickets=6), replace(RUN, tickets=7), replace(RUN, compared={"x": 1}))
-    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    lines = [json.loads(line.partition(" ")[2]) for line in path.read_text().splitlines()[1:]]
     assert [line["compared"] for line in lines] == [{"model": {"a": [1, 2]}}, None, None, {"x": 1}]
     [(_, state)] = read(path)
     assert state.compared == {"x": 1} and len(path.read_text().splitlines()) == 2
@@ -90,7 +100,7 @@ def test_runs_with_one_name_and_two_secrets_are_two(tmp_path: Path) -> None:
     file.write("one", RUN)
     file.write("two", replace(RUN, tickets=9))
     file.close()
-    assert [(key, state.tickets) for key, state in read(path)] == [("one", 5), ("two", 9)]
+    assert [(key, state.tickets) for key, state in read(path)] == [("one", 1005), ("two", 1009)]
 
 
 def test_a_file_that_has_grown_is_rewritten_and_stays_locked(
@@ -106,7 +116,7 @@ def test_a_file_that_has_grown_is_rewritten_and_stays_locked(
         StateFile(path)
     file.close()
     [(_, state)] = read(path)
-    assert state.tickets == 199 and state.compared == RUN.compared
+    assert state.tickets == 1199 and state.compared == RUN.compared
 
 
 def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
@@ -115,15 +125,15 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for torn in range(1, len(whole.splitlines(keepends=True)[-1])):
         path.write_bytes(whole[:-torn])
-        assert read(path)[0][1].tickets == 5
+        assert read(path)[0][1].tickets == 1005
     file = StateFile(path)
     file.write("", replace(RUN, tickets=8))
     file.close()
-    assert read(path)[0][1].tickets == 8
+    assert read(path)[0][1].tickets == 1008
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{}", b"\0\0\0", b'{"kind": "SavedRun"}', b"[1]", b'"x"', b"{" * 100_000]
+    "damage", [b"{}", b"\0\0\0", b'{"kind": "SavedRun"}', b"[1]", b'"x"', b"{" * 100_000, b"[" * 100_000]
 )
 def test_a_damaged_line_is_refused_with_its_number_and_a_way_out(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "state"
@@ -131,9 +141,20 @@ def test_a_damaged_line_is_refused_with_its_number_and_a_way_out(damage: bytes, 
     lines = path.read_bytes().splitlines()
     lines[1] = damage
     path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(InputError, match="line 2 of --state .* is damaged .* move the file away"):
+    with pytest.raises(InputError, match="line 2 of --state .* is damaged .* Move the file away"):
         StateFile(path)
     assert path.read_bytes().splitlines()[1] == damage, "the file stays as it was"
+
+
+def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN)
+    content = path.read_bytes()
+    start = content.index(b"\n") + 1
+    for place in range(start, len(content) - 1, 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 7]) + content[place + 1 :])
+        with pytest.raises(InputError, match="line 2 of --state .* is damaged"):
+            StateFile(path)
 
 
 def test_a_file_of_something_else_or_another_version_is_refused(tmp_path: Path) -> None:
@@ -143,7 +164,7 @@ def test_a_file_of_something_else_or_another_version_is_refused(tmp_path: Path) 
         with pytest.raises(InputError, match="not a file of a coordinator"):
             StateFile(path)
         assert path.read_text() == content
-    path.write_text('{"hf_cocodc state": 1, "protocol": 2}\n')
+    path.write_text('{"hf_cocodc state": 2, "protocol": 2}\n')
     with pytest.raises(InputError, match="another version"):
         StateFile(path)
     with pytest.raises(InputError, match="cannot be used"):
@@ -157,11 +178,6 @@ def test_a_second_coordinator_with_the_same_file_is_refused(tmp_path: Path) -> N
         serve_in_thread(state=path)
     served.close()
     serve_in_thread(state=path).close()
-
-
-def test_members_of_a_run_that_was_read_have_time_to_call() -> None:
-    state = with_time_to_return(RUN, 100.0)
-    assert state.alone_since is not None and state.alone_since + VOID_S >= 110.0
 
 
 def test_nothing_is_sent_once_the_file_cannot_be_written() -> None:
@@ -196,3 +212,19 @@ def test_a_line_that_cannot_be_written_holds_no_run(
         runs.came(hosted, who, hello(who))
     assert hosted.state.trains and sent
     assert "no line can be written about run 'run'" in caplog.text
+
+
+def test_runs_of_a_process_that_stood_still_begin_as_after_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("hf_cocodc.coordinator.runs.time.monotonic", lambda: now)
+    closed: list[int] = []
+    runs = Runs(lambda *sent: None, lambda line: None, lambda error: None, close=closed.append)
+    for who in (0, 1):
+        hosted = runs.come_in("", "run", who)
+        runs.came(hosted, who, hello(who))
+    now += 9.0
+    runs.tick()
+    assert not closed
+    now += 11.0
+    runs.tick()
+    assert sorted(closed) == [0, 1] and hosted.state.uncalled == set(hosted.state.members)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from hf_cocodc.coordinator.messages import Decided, Decision, Report, from_line
+from hf_cocodc.coordinator.messages import Decided, Decision, Generation, Report, from_line
 from hf_cocodc.coordinator.verdict import settle
 from hf_cocodc.errors import LinkError
 from hf_cocodc.net.channel import line_of
@@ -145,7 +145,7 @@ def test_invariants(reports: list[Report], chance: random.Random) -> None:
     mixed = list(reports)
     chance.shuffle(mixed)
     assert settle(mixed) == found
-    for each in (*reports, Decided(generation=1, decision=found)):
+    for each in (*reports, Decided(generation=Generation(1, ""), decision=found)):
         assert from_line(line_of(each)) == each
     kept = {each.member: each for each in reports if each.member in found.members}
     assert kept.keys() == set(found.members) and kept

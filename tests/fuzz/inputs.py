@@ -319,7 +319,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "coordinator": {
         **{"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
-        **{"--secret-file": FILES, "--insecure": [], "--state": FILES, "--assume-lost": NUMBERS},
+        **{"--secret-file": FILES, "--insecure": [], "--state": FILES},
     },
     "bench outer": {**_BENCH, "--millions": NUMBERS, "--threads": NUMBERS},
     "bench codec": {**_BENCH, "--millions": NUMBERS, "--only": NAMES},

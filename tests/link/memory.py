@@ -109,7 +109,7 @@ def met(
 def linked(address: str, region: int, terms: Terms, join: bool = False, **how: Any) -> TcpLink:
     """The link of such a process; for `how` see `met`."""
     client, wire = met(address, region, terms, join, **how)
-    return TcpLink(client, terms, wire, {}, timeout_s=wire.timeout_s)
+    return TcpLink(client, terms, wire, timeout_s=wire.timeout_s)
 
 
 class Regions:

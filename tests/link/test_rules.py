@@ -14,6 +14,7 @@ from hf_cocodc.coordinator.messages import (
     Change,
     Decided,
     Decision,
+    Generation,
     Gone,
     Here,
     Noted,
@@ -68,6 +69,7 @@ from hf_cocodc.net.letters import Member
 
 A, B, C, NEW = Member(0, 1), Member(1, 2), Member(2, 3), Member(3, 4)
 ALL = (A, B, C)
+FIRST, FOURTH = Generation(1, "first"), Generation(4, "fourth")
 
 
 class Process:
@@ -79,7 +81,13 @@ class Process:
         roster = ALL if standing is Standing.MEMBER else ()
         terms, hosts = Terms(count=3, elastic=elastic), dict.fromkeys((*ALL, me), "host")
         self.part = Part(
-            me=me, terms=terms, standing=standing, roster=roster, changes=changes, generation=1, hosts=hosts
+            me=me,
+            terms=terms,
+            standing=standing,
+            roster=roster,
+            changes=changes,
+            generation=FIRST,
+            hosts=hosts,
         )
 
     def do(self, *events: Event) -> list[Effect]:
@@ -129,11 +137,11 @@ def asked(number: int) -> HeardFrom:
 def decided(number: int, done: int, *lost: Member) -> HeardFrom:
     members = tuple(each for each in ALL if each not in lost)
     decision = Decision(number=number, members=members, lost=lost, done=done)
-    return HeardFrom(Decided(generation=1, decision=decision, whys=("it is cut off",) * len(lost)))
+    return HeardFrom(Decided(generation=FIRST, decision=decision, whys=("it is cut off",) * len(lost)))
 
 
 def change(number: int, kind: str, member: Member) -> HeardFrom:
-    return HeardFrom(Announce(generation=1, change=Change(number=number, kind=kind, member=member)))
+    return HeardFrom(Announce(generation=FIRST, change=Change(number=number, kind=kind, member=member)))
 
 
 # ---- calls
@@ -411,10 +419,10 @@ def here(member: Member) -> HeardFrom:
 
 def test_who_enters_connects_to_all() -> None:
     places = tuple(Place(each, "host") for each in ALL)
-    welcome = Welcome(run="r", generation=4, me=NEW, joins=True, members=places, compared=(), losses=2)
+    welcome = Welcome(run="r", generation=FOURTH, me=NEW, joins=True, members=places, compared=(), losses=2)
     part = enter(welcome, Terms(count=3, elastic=True))
     assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)
-    assert part.meeting == {*ALL} and part.generation == 4 and part.members == (NEW,)
+    assert part.meeting == {*ALL} and part.generation == FOURTH and part.members == (NEW,)
     assert enter(structs.replace(welcome, me=A, joins=False), part.terms).roster == ALL
 
 
@@ -466,7 +474,7 @@ def test_who_is_lost_is_disconnected() -> None:
 
 def test_an_older_coordinator_is_not_heeded() -> None:
     process = Process()
-    process.do(HeardFrom(Resumed(generation=3)))
+    process.do(HeardFrom(Resumed(generation=Generation(3, ""))))
     [hangs_up] = process.do(decided(0, 0, B))
     assert isinstance(hangs_up, HangUp) and process.part.losses == 0
 
@@ -475,7 +483,7 @@ def test_a_coordinator_that_is_back_hears_all_that_it_may_have_forgotten() -> No
     process = Process()
     process.do(Connected(B), Made("one"), Missed(1, 0, C, "silent"), Away())
     assert not process.part.answers
-    paired, told = process.do(HeardFrom(Resumed(generation=1)))
+    paired, told = process.do(HeardFrom(Resumed(generation=FIRST)))
     assert paired == Send(Paired(member=B)) and told == report(lost=(C,), whys=("silent",))
     assert process.part.answers
 
@@ -533,5 +541,5 @@ def test_what_a_process_says_of_itself() -> None:
     assert (said.op, said.awaits, said.members, said.step) == (1, 1, ALL, 5)
     process.do(Held(1, 0), AllHeld(1, 0))
     assert beat(process.part, Beat(awaits=1)).awaits is None, "no attempt is in hand"
-    told = back(process.part, {})
-    assert isinstance(told, Back) and told.member == A and told.is_member and told.host == "host"
+    told = back(process.part)
+    assert isinstance(told, Back) and told.member == A and told.generation == FIRST

@@ -14,13 +14,10 @@ from hf_cocodc.net.keys import Keys
 from tests.processes.forks import fork, wait_until
 
 
-def serve(
-    host: str, port: int, state: str | None, secret: str | None, assume_lost: tuple[int, ...], said: str
-) -> None:
+def serve(host: str, port: int, state: str, secret: str | None, said: str) -> None:
     """Serve until this process ends. The port is written to the file `said`, and the log to the output."""
-    path = None if state is None else Path(state)
     secrets = [] if secret is None else [Keys.from_secret(secret)]
-    server.serve(host, port, secrets, path, assume_lost, partial(_say, said))
+    server.serve(host, port, secrets, Path(state), partial(_say, said))
 
 
 def _say(said: str, line: str) -> None:
@@ -37,7 +34,7 @@ class CoordinatorProcess:
         folder: for what it says.
         host: where it listens.
         begin: starts its process, as `fork` does.
-        keeps: whether it keeps its state in a file.
+        keeps: whether it still has its file when it is started again.
         secret: of its runs.
     """
 
@@ -51,7 +48,7 @@ class CoordinatorProcess:
     ) -> None:
         self._said, self._begin = folder / "coordinator", begin
         self.log = folder / "log-coordinator.txt"
-        self._state = str(folder / "state") if keeps else None
+        self._state, self._keeps = folder / "state", keeps
         self._host, self.port, self._secret = host, 0, secret
         self.start()
 
@@ -65,10 +62,12 @@ class CoordinatorProcess:
     def address(self) -> str:
         return f"{self._host}:{self.port}"
 
-    def start(self, *assume_lost: int) -> None:
-        """Start the coordinator; it remembers nothing if it does not keep its state. Does not wait for the lost regions."""
+    def start(self) -> None:
+        """Start the coordinator."""
+        if not self._keeps:
+            self._state.unlink(missing_ok=True)
         self._said.unlink(missing_ok=True)
-        asked = self._host, self.port, self._state, self._secret, assume_lost, str(self._said)
+        asked = self._host, self.port, str(self._state), self._secret, str(self._said)
         self._process = self._begin(serve, *asked, log=self.log)
         wait_until(self._said.exists, self._process, self.log)
         self.port = int(self._said.read_text())

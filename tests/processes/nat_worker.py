@@ -43,7 +43,7 @@ def main(coordinator: str, number: str, port: str = "0", announce: str = "") -> 
             port=int(port),
             announce=(lambda own: regions.addresses(own, lane=0)) if announce else None,
         )
-        link = TcpLink(client, terms, wire, {}, timeout_s=TIMEOUT_S)
+        link = TcpLink(client, terms, wire, timeout_s=TIMEOUT_S)
         sys.stdout.write("met\n")
         sys.stdout.flush()
         told = []

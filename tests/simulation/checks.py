@@ -30,11 +30,6 @@ class Checks:
         if first != value:
             raise Violation(f"{what} {key[2:]}: {by} has {first}, {shell.me} has {value}")
 
-    def forget(self, members: set[Member]) -> None:
-        """An operator declares that these are dead: what they alone have seen does not count."""
-        names = {str(each) for each in members}
-        self._seen = {key: seen for key, seen in self._seen.items() if seen[1] not in names}
-
     def left_behind(self, process: "Process") -> None:
         """The others go on without a process only if something is wrong with it, or it came in a moment ago."""
         came_in = process.welcome is not None and process.welcome.joins
@@ -67,9 +62,7 @@ class Checks:
     def decided(self, shell: "Shell", decided: Decided) -> None:
         if shell.world.plan.loses_nobody:
             raise Violation(f"nothing was wrong, and {shell.me} hears {decided}")
-        # what newcomers alone have heard, from a coordinator that has gone, may be decided anew; they are sent away then
-        is_newcomer = shell.part.standing in (Standing.JOINING, Standing.FOLLOWING)
-        if decided.decision.number >= shell.part.losses and not is_newcomer:
+        if decided.decision.number >= shell.part.losses:
             self._same(shell, "decision", (decided.decision.number,), decided.decision)
 
     def switched(self, shell: "Shell", joined: tuple[Member, ...], left: tuple[Member, ...]) -> None:

@@ -1,19 +1,30 @@
 """A coordinator process over the real rules: what server, runs and state file do, without sockets, clock and disk."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import Refuse
-from hf_cocodc.coordinator.rules import DURABLE, Came, Ended, Persist, Run, SendTo, Tick
-from hf_cocodc.coordinator.state import with_time_to_return
+from hf_cocodc.coordinator.rules import (
+    DURABLE,
+    Came,
+    CloseConnection,
+    Ended,
+    Persist,
+    Run,
+    SendTo,
+    StoodStill,
+    Tick,
+)
+from hf_cocodc.coordinator.state import revived
 
 from .network import Actor, Connection, Network
 
 COORDINATOR = "coordinator"
 _TICK_S, _FAREWELL_S = 0.5, 1.0
+STOOD_S = 4.0
+"""A coordinator that stood still for longer may have lost its members to another one (`runs._STOOD_S`)."""
 
 
 def kept(state: Run) -> Run:
@@ -23,30 +34,27 @@ def kept(state: Run) -> Run:
 
 class Coordinator(Actor):
     """Args:
-    file: the newest states of runs on its disk, which it writes; None to keep nothing.
-    assumed_lost: see `Run`.
+    file: the newest states of runs on its disk, which it writes.
     heard: called with each step of the rules: name, state before, state after, effects.
     """
 
     def __init__(
         self,
         network: Network,
-        file: dict[str, Run] | None,
-        assumed_lost: Iterable[int] = (),
+        file: dict[str, Run],
         heard: Callable[[str, Run, Run, tuple[Any, ...]], None] = lambda *step: None,
     ) -> None:
         super().__init__(network, COORDINATOR)
-        self._file, self._lost, self._heard = file, frozenset(assumed_lost), heard
+        self.file, self._heard = file, heard
         self.runs: dict[str, Run] = {}
         self._by_number: dict[int, Connection] = {}
         self._numbers: dict[Connection, int] = {}
         self._next = 0
         self._stood_still_s, self._frozen_at = network.now, 0.0
-        for name, state in ({} if file is None else file).items():
-            if state.ended is None:
-                state = replace(state, generation=state.generation + 1)
-            state = with_time_to_return(state, self.time)
-            self.runs[name] = replace(state, assumed_lost=self._lost)
+        random_name = f"{network.random.getrandbits(32):x}"
+        for name, state in file.items():
+            file[name] = revived(state, random_name)
+            self.runs[name] = rules.restarted(file[name], self.time)
         self._tick()
 
     @property
@@ -59,7 +67,10 @@ class Coordinator(Actor):
 
     def thaw(self) -> None:
         if self.is_frozen:
-            self._stood_still_s += self.network.now - self._frozen_at
+            frozen_s = self.network.now - self._frozen_at
+            self._stood_still_s += frozen_s
+            for name in self.runs if frozen_s > STOOD_S else ():
+                self._step(name, StoodStill())
         super().thaw()
 
     def hear(self, connection: Connection, item: Any) -> None:
@@ -86,15 +97,16 @@ class Coordinator(Actor):
         self.later(_TICK_S, self._tick)
 
     def _step(self, name: str, event: rules.Event) -> None:
-        before = self.runs.get(name) or Run(name=name, assumed_lost=self._lost)
+        before = self.runs.get(name) or Run(name=name)
         after, effects = rules.step(before, event, self.time)
         self.runs[name] = after
         self._heard(name, before, after, effects)
         for effect in effects:
             match effect:
                 case Persist():
-                    if self._file is not None:
-                        self._file[name] = kept(after)
+                    self.file[name] = kept(after)
+                case CloseConnection(to) if to in self._by_number:
+                    self._end(self._by_number[to])
                 case SendTo(to, message) if to in self._by_number:
                     connection = self._by_number[to]
                     connection.send(self, message)
@@ -108,7 +120,8 @@ def _waits(state: Run) -> bool:
         state.hellos
         or state.asked_at is not None
         or state.question is not None
-        or state.recovers
+        or state.newcomers
+        or state.uncalled
         or (
             state.alone_since is None
             and not any(seat.member in state.expected for seat in state.seats.values())

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import Bye, Decided, Leave, Place, Terms, Welcome
+from hf_cocodc.coordinator.messages import Bye, Decided, Generation, Leave, Place, Terms, Welcome
 from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
+from hf_cocodc.coordinator.state import revived
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.rules import Part, Standing
 from hf_cocodc.net.letters import Member
@@ -19,6 +20,7 @@ from .checks import Violation
 from .coordinating import kept
 
 _LATE = 1000.0
+FIRST = Generation(1, "")
 Action = tuple[Any, ...]
 
 
@@ -61,16 +63,16 @@ class State:
 def first_state(count: int, faults: tuple[Action, ...]) -> State:
     """All have met, and nothing has been sent."""
     members = tuple(Member(region, region + 1) for region in range(count))
-    hosts = dict.fromkeys(members, "")
     seats = {each.ticket: Seat(member=each, since=0.0, heard_at=0.0) for each in members}
     terms = Terms(count=count, elastic=True, most=count)
     run = Run(
         name="run",
         run="1",
-        generation=1,
+        generations=(FIRST,),
         terms=terms,
         members=members,
-        hosts=hosts,
+        hosts=dict.fromkeys(members, ""),
+        tokens={each: coordinator._digest("") for each in members},
         tickets=count,
         seats=seats,
     )
@@ -89,7 +91,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
 def _connected(me: Member, members: tuple[Member, ...], terms: Terms) -> Part:
     """The part of a process that has met the others, and is connected to them."""
     places = tuple(Place(each, "") for each in members)
-    welcome = Welcome(run="1", generation=1, me=me, joins=False, members=places, compared=())
+    welcome = Welcome(run="1", generation=FIRST, me=me, joins=False, members=places, compared=())
     part = link.enter(welcome, terms)
     for other in sorted(part.meeting):
         part, _ = link.step(part, link.Connected(other))
@@ -119,7 +121,7 @@ def actions(state: State, calls: int) -> Iterator[Action]:
             yield "finish", i
         if not node.connection:
             yield "call", i
-    if is_quiet and state.run.asked_at is not None and not state.run.recovers:
+    if is_quiet and state.run.asked_at is not None and state.run.has_majority:
         yield ("late",)
     for fault in state.faults:
         if fault[0] == "coordinator" or not any(state.nodes[i].how for i in fault[1:]):
@@ -198,7 +200,7 @@ class _Work:
         taken = [seat for seat in self.run.seats if seat % 10 == part.me.ticket]
         taken += [number for number, _ in node.up if number % 10 == part.me.ticket]
         number = max(taken, default=part.me.ticket) + 10
-        self._set(i, connection=number, up=(*node.up, (number, link.back(part, {}))))
+        self._set(i, connection=number, up=(*node.up, (number, link.back(part))))
 
     def late(self) -> None:
         """All time-outs of the coordinator pass."""
@@ -230,8 +232,11 @@ class _Work:
         for i, node in enumerate(self.nodes):
             down = (*node.down, None) if node.connection and None not in node.down else node.down
             self._set(i, up=(), down=down)
-        self.run = replace(self.file, generation=self.file.generation + 1) if has_file else Run(name="run")
-        self.file = self.run
+        if has_file:
+            self.file = revived(self.file, "")
+            self.run = coordinator.restarted(self.file, 0.0)
+        else:
+            self.run = self.file = Run(name="run")
 
     # -- what follows
 
@@ -258,7 +263,7 @@ class _Work:
         if now:  # the time of a coordinator that decides nothing else meanwhile does not matter
             away = dict.fromkeys(self.run.away, 0.0)
             asked_at = None if self.run.asked_at is None else 0.0
-            self.run = replace(self.run, away=away, asked_at=asked_at, alone_since=None)
+            self.run = replace(self.run, away=away, asked_at=asked_at, alone_since=None, here_at=0.0)
         for effect in effects:
             if not isinstance(effect, SendTo):
                 self.file = kept(self.run)
@@ -346,7 +351,7 @@ class _Work:
 def check_end(state: State, calls: int) -> None:
     """Nothing can happen any more: every process must have ended."""
     for node in state.nodes:
-        if not node.how and not (state.run.recovers and any(each.how for each in state.nodes)):
+        if not node.how and state.run.run:  # else the coordinator has lost its file
             raise Violation(f"hangs: {node}, {state.run}")
         if node.how == "finished" and node.part.done != calls:
             raise Violation(f"has finished without the last calls: {node}")

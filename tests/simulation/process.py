@@ -13,7 +13,7 @@ from hf_cocodc.link.rules import Standing
 from hf_cocodc.net.letters import Member
 
 from .network import Connection
-from .shell import LeftBehind, Lost, Result, Shell
+from .shell import LeftBehind, Lost, Result, Shell, Undecided
 
 if TYPE_CHECKING:
     from .world import World
@@ -102,7 +102,7 @@ class Process(Shell):
         if how == "finished":
             for log in self.sinks:
                 log.send(self, ("over",))
-        self.part_with(Bye(how="failed" if how == "over" else how, step=self.step))
+        self.part_with(Bye(how="failed" if how in ("over", "undecided") else how, step=self.step))
         self.world.tell(self, f"ends: {how} {why}")
         self.world.has_ended(self)
 
@@ -142,6 +142,8 @@ class Process(Shell):
                     yield from self._come_in()
         except Finished as error:
             self.end(*error.args)
+        except Undecided as error:
+            self.end("undecided", str(error))
         except (LeftBehind, DonorLost, Lost) as error:
             self.end("failed", str(error))
 
@@ -153,12 +155,13 @@ class Process(Shell):
                 raise Finished("failed", "no coordinator answers")
             yield from self._sleep(1.0)
         self.connection = Connection("coordinator", self, coordinator, self.name)
+        token = str(self.world.next_number())
         hello = Hello(
             region=self.region,
             join=join,
             host=str(self.region),
             machine="",
-            token=f"{self.world.next_number():012d}",
+            token=token,
             terms=self.terms,
             compared={},
         )

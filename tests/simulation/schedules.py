@@ -24,7 +24,15 @@ _KINDS = (
         "join",
         "join",
     ),
-    *("kill_coordinator", "kill_coordinator", "freeze_coordinator", "second_coordinator", "flap", "stop"),
+    *(
+        "kill_coordinator",
+        "kill_coordinator",
+        "freeze_coordinator",
+        "second_coordinator",
+        "twins",
+        "flap",
+        "stop",
+    ),
 )
 
 
@@ -82,7 +90,6 @@ def random_plan(seed: int) -> Plan:
         overlap=draw.randrange(interval + 1),
         step_s=step_s,
         grace_s=draw.choice((None, None, None, 3.0)),
-        has_file=draw.random() < 0.7,
         faults=tuple(sorted(faults)),
     )
 
@@ -125,7 +132,6 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool] = lambda plan: run(plan).fa
             {"grace_s": None},
             {"fragments": 1},
             {"overlap": 1},
-            {"has_file": True},
             *({"regions": number} for number in range(2, plan.regions)),
             *({"steps": number} for number in (3, 6, 9) if number < plan.steps),
         )

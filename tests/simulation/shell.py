@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 BEAT_S, KEEP_S, SILENT_S = 1.5, 3.0, 6.0
 """Seconds between two heartbeats that differ; between two that do not; until a client drops a silent coordinator."""
-PROMISE_S = 20.0
+PROMISE_S, WAIT_S = 20.0, 40.0
+"""Seconds for which a stop waits for its answer, and a loss for a coordinator that decides (`regions.wait_s`)."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _AGAIN_S = 0.2, 2.0, 1.0
 
 
 class LeftBehind(Exception):
     """The others have gone on without this process."""
+
+
+class Undecided(Exception):
+    """No coordinator has decided in time: this process saves a checkpoint and ends."""
 
 
 class Lost(Exception):
@@ -125,7 +130,7 @@ class Shell(Actor):
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
         self.me, self.has_started = welcome.me, True
-        self.part = rules.enter(welcome, self.terms, str(self.region))
+        self.part = rules.enter(welcome, self.terms, str(self.region), WAIT_S)
         for other in sorted(self.part.meeting):
             self.world.connect_soon(self, other)
         self._heard_at = self.network.now
@@ -165,7 +170,8 @@ class Shell(Actor):
                     self.world.checks.switched(self, joined, left)
                     admitted = tuple(member.ticket for member in joined)
                 case rules.Fail(error, why):
-                    self.fail(LeftBehind(why) if error is errors.LeftBehind else Lost(why))
+                    kinds = {errors.LeftBehind: LeftBehind, errors.LinkError: Undecided}
+                    self.fail(kinds.get(error, Lost)(why))
         if self.part.losses != before.losses and self.part.standing is Standing.MEMBER:
             self.has_moved = True
         self.poke()
@@ -340,7 +346,7 @@ class Shell(Actor):
             return
         self.connection = Connection("coordinator", self, coordinator, self.name)
         self._heard_at = self.network.now
-        self.send(rules.back(self.part, {}))
+        self.send(rules.back(self.part))
 
     def _beat(self, beats: int) -> None:
         """Send a heartbeat now and then, and drop a coordinator that is silent."""

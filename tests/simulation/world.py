@@ -17,11 +17,12 @@ from .shell import Shell
 
 PAIR_S = 8.0
 """Seconds for which two processes try to connect."""
+AFTER_S = 30.0
+"""Seconds after the last fault from which on nobody is kept out again and again."""
 BOUND_S = 300.0
 """Seconds after the last fault within which every process must have ended."""
 JOIN_S = 75.0
 """Seconds after the last fault within which every newcomer must have come in, if the others still train then."""
-_OPERATOR_S = 30.0
 
 
 class Fault(NamedTuple):
@@ -33,7 +34,7 @@ class Fault(NamedTuple):
         region, other: which; -1 for none, and for the coordinator as `other`.
         seconds: for how long.
         way: for cuts: 0 both ways, 1 from `region` to `other` only, 2 the other way only; for processes: 1 to join;
-            for coordinators: 1 without its file.
+            for coordinators: 1 without the file.
     """
 
     at: float
@@ -55,7 +56,6 @@ class Plan:
         lanes: runs side by side, whose processes of a region end together.
         steps, interval, fragments, overlap: of the schedule of transfers.
         step_s: seconds of an inner step, about.
-        has_file: whether the coordinator keeps a file.
     """
 
     seed: int
@@ -69,13 +69,21 @@ class Plan:
     overlap: int = 1
     step_s: float = 1.0
     grace_s: float | None = None
-    has_file: bool = True
     faults: tuple[Fault, ...] = ()
 
     @property
     def loses_nobody(self) -> bool:
         """Whether regions only leave and stop: then nobody is ever lost."""
         return self.grace_s is None and all(each.kind in ("leave", "stop") for each in self.faults)
+
+    @property
+    def loses_file(self) -> bool:
+        """Whether a coordinator is started without the file, or several with copies: it may decide nothing for some members."""
+        return any(
+            each.kind in ("second_coordinator", "twins")
+            or (each.kind == "kill_coordinator" and each.way == 1)
+            for each in self.faults
+        )
 
     def sends(self, fragment: int, step: int) -> bool:
         """Whether a fragment is sent at an inner step."""
@@ -106,14 +114,13 @@ class World:
         self.coordinators: list[Coordinator] = []
         self.processes: list[Process] = []
         self._meeting: dict[tuple[Any, ...], dict[Member, Shell]] = {}
-        self._starts_coordinator(plan.has_file)
+        self._starts_coordinator(self.file)
         for region in range(plan.regions):
             self.starts(region, join=False)
         faults = Faults(self)
         for fault in plan.faults:
             self.network.at(fault.at, None, partial(faults.happen, fault))
         self.last_fault_at = max((fault.at + fault.seconds for fault in plan.faults), default=0.0)
-        self.network.at(self.last_fault_at + _OPERATOR_S, None, self._look_after)
         self.network.at(self.last_fault_at + JOIN_S, None, self._look_at_newcomers)
 
     def run(self) -> None:
@@ -163,6 +170,7 @@ class World:
             waiting
             and training
             and self.plan.grace_s is None
+            and not self.plan.loses_file
             and all(each.step < self.plan.steps - 2 for each in training)
         ):
             raise Violation("not let in: " + "; ".join(self._shown(each) for each in waiting))
@@ -170,8 +178,8 @@ class World:
 
     def kept_out(self, process: Process) -> None:
         """A newcomer begins once more, because nobody lets it in. Once may be; not again and again after the last fault."""
-        process.times_kept_out += self.network.now > self.last_fault_at + _OPERATOR_S
-        if process.times_kept_out > 1 and self.plan.grace_s is None:
+        process.times_kept_out += self.network.now > self.last_fault_at + AFTER_S
+        if process.times_kept_out > 1 and self.plan.grace_s is None and not self.plan.loses_file:
             raise Violation(f"not let in, again and again: {self._shown(process)}")
 
     # ---- processes ------------------------------------------------------------------------------------------------------
@@ -238,11 +246,8 @@ class World:
 
     # ---- coordinators -----------------------------------------------------------------------------------------------------
 
-    def _starts_coordinator(self, has_file: bool, assumed_lost: tuple[int, ...] = ()) -> None:
-        if not has_file:
-            self.file = {}
-        file = self.file if self.plan.has_file else None
-        self.coordinators.append(Coordinator(self.network, file, assumed_lost, self._heard))
+    def _starts_coordinator(self, file: dict[str, Run]) -> None:
+        self.coordinators.append(Coordinator(self.network, file, self._heard))
 
     def _heard(self, name: str, before: Run, after: Run, effects: tuple[Any, ...]) -> None:
         if self._say is not None and after.losses != before.losses and after.decisions:
@@ -250,42 +255,19 @@ class World:
         if self._say is not None and after.changes > before.changes:
             self.tell(COORDINATOR, f"announces {after.announced[-1:]}")
 
-    def restart_coordinator(self, has_file: bool, assumed_lost: tuple[int, ...] = ()) -> None:
-        """Kill all coordinators and start one."""
+    def restart_coordinator(self, has_file: bool, copies: int = 0) -> None:
+        """Kill all coordinators and start one, and more with copies of its file."""
         for each in self.coordinators:
             each.kill()
-        self._starts_coordinator(has_file, assumed_lost)
+        self.file = self.file if has_file else {}
+        files = [self.file, *(dict(self.file) for _ in range(copies))]
+        for file in files:
+            self._starts_coordinator(file)
 
     def reachable(self, process: Actor) -> Coordinator | None:
         """A coordinator that answers a process."""
         answering = [each for each in self.coordinators if self.network.reaches(process, each)]
         return self.network.random.choice(answering) if answering else None
-
-    def _look_after(self) -> None:
-        """An operator looks now and then: a coordinator that waits for dead members is told so."""
-        alive = {(each.name, each.me) for each in self.processes if each.how is None and each.has_started}
-        living = [each for each in self.coordinators if each.is_alive]
-        missing = {
-            member
-            for each in living
-            for name, state in each.runs.items()
-            if state.recovers
-            for member in state.known
-            if (name, member) not in alive
-        }
-        well = {
-            each.me for each in self.processes if each.how in ("finished", "stopped") and each.has_started
-        }
-        if missing & well:
-            self.tell("OPERATOR", "ends the processes that wait: others have ended well")
-            for process in self.processes:
-                process.kill()
-        elif missing or not living:
-            lost = sorted(member.region for member in missing)
-            self.tell(COORDINATOR, f"is started again, with --assume-lost {lost}")
-            self.checks.forget(missing)
-            self.restart_coordinator(True, tuple(lost))
-        self.network.at(self.network.now + _OPERATOR_S, None, self._look_after)
 
     def _shown(self, process: Process) -> str:
         part = getattr(process, "part", None)
@@ -340,7 +322,7 @@ class Faults:
     def kill_coordinator(self, fault: Fault) -> None:
         for each in self._world.coordinators:
             each.kill()
-        self._after(fault, lambda: self._world.restart_coordinator(fault.way == 0))
+        self._after(fault, lambda: self._world.restart_coordinator(fault.way != 1))
 
     def freeze_coordinator(self, fault: Fault) -> None:
         frozen = [each for each in self._world.coordinators if each.is_alive]
@@ -349,19 +331,28 @@ class Faults:
         self._after(fault, partial(_thaw, frozen))
 
     def second_coordinator(self, fault: Fault) -> None:
-        """The coordinator freezes, another one without its memory takes its address; later the first one thaws."""
+        """The coordinator freezes, another one with a copy of its file takes its address; later the first one thaws."""
         old = [each for each in self._world.coordinators if each.is_alive]
         for process in self._world.processes:
             process.is_well = False  # members of both may wait for each other
         for each in old:
             each.freeze()
-        self._world.coordinators.append(Coordinator(self._network, None, (), self._world._heard))
+        copy = {} if fault.way == 1 else dict(self._world.file)
+        self._world.file = copy
+        self._world.coordinators.append(Coordinator(self._network, copy, self._world._heard))
         self._network.at(
             self._network.now + fault.seconds / 2,
             None,
             partial(_thaw, old),
         )
         self._after(fault, partial(_kill, old))
+
+    def twins(self, fault: Fault) -> None:
+        """The coordinator is killed, and two are started with copies of its file; later one of them is killed."""
+        for process in self._world.processes:
+            process.is_well = False
+        self._world.restart_coordinator(True, copies=1)
+        self._after(fault, partial(_kill, self._world.coordinators[-2:][fault.way % 2 :][:1]))
 
     def _heal(self, ways: list[tuple[Any, Any]]) -> None:
         for way in ways:

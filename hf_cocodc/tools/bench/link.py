@@ -170,7 +170,7 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
         client.close()
         wire.close()
         raise
-    return TcpLink(client, hello.terms, wire, compared, timeout_s=TIMEOUT_S)
+    return TcpLink(client, hello.terms, wire, timeout_s=TIMEOUT_S)
 
 
 def _measure(link: TcpLink, trial: Trial) -> Figures:
