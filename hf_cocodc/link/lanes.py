@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..parts.tensors.memory import HOST
 from .base import Arrival, Handle, Link, MeanRequest
 from .group import RegionGroup
+from .log import Marker
 from .records import Record, Trailer, from_numbers
 from .stopping import StopAgreement
 from .tcp import TcpLink
+from .voice import RankEnded
 
 T = TypeVar("T")
 
@@ -22,6 +25,9 @@ _SETTLED = {
     **dict.fromkeys(("weight", "saved_at", "compression", "knows"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or smallest (-1). Other numbers may differ."""
+
+
+_FAILURES = LinkError, DonorLost, LeftBehind, RunOver
 
 
 class LaneLink:
@@ -94,13 +100,13 @@ class LaneLink:
         self.members = tuple(sorted({*self.members, *joined} - {*left}))
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
-        self._link.broadcast(flat, what, source)
+        self.all_ranks(lambda: self._link.broadcast(flat, what, source))
 
     def count_broadcasts(self) -> int:
         return self._link.count_broadcasts()
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        records = self._link.gather(record, what)
+        records = self.all_ranks(lambda: self._link.gather(record, what))
         if self.is_elastic:
             self._settle_members(self._reduce(self._gone(), dist.ReduceOp.MAX))
         return records
@@ -122,6 +128,48 @@ class LaneLink:
 
     def close(self, reason: str | None = None) -> None:
         self._link.close(reason)
+
+    def all_ranks(self, call: Callable[[], T]) -> T:
+        """What a call over this rank's lane returns, if it fails in no rank: where a region may come back, all ranks do.
+
+        Raises what it has raised here, or an error of the same kind as in another rank.
+        """
+        if not self.is_elastic:
+            return call()
+        failed: LinkError | None = None
+        try:
+            result = call()
+        except LinkError as error:
+            failed = error
+            if isinstance(self._link, TcpLink) and not isinstance(error, LeftBehind | DonorLost | RunOver):
+                self._link.send(RankEnded(why=str(error)))
+        worst = [index for index, kind in enumerate(_FAILURES, 1) if isinstance(failed, kind)][-1:] or [0]
+        [of_all] = self._reduce(_numbers(worst), dist.ReduceOp.MAX).tolist()
+        if failed is not None:
+            raise failed
+        if of_all:
+            raise _FAILURES[int(of_all) - 1](
+                f"another rank of region {self.region} says why (look at its output)."
+            )
+        return result
+
+    def regroup(self, known: int) -> tuple[int, ...]:
+        """See `TcpLink.regroup`."""
+        assert isinstance(self._link, TcpLink)
+        self.members = self._link.regroup(known)
+        return self.members
+
+    def apply(self, marker: Marker) -> bool:
+        """See `TcpLink.apply`: in all ranks."""
+        link = self._link
+        assert isinstance(link, TcpLink)
+        is_in = self.all_ranks(lambda: link.apply(marker))
+        self.members = tuple(sorted({self.region, *(member.region for member in marker.members)}))
+        return is_in
+
+    def begin_again(self) -> None:
+        """The region is a newcomer now."""
+        self.members = (self.region,)
 
     def agree(self, arrival: Arrival) -> Arrival:
         """The arrival with trailers that are equal in all lanes, and with the bytes of all lanes."""
@@ -161,7 +209,7 @@ class _LaneHandle:
 
     def wait(self) -> Arrival:
         if self._arrival is None:
-            self._arrival = self._link.agree(self._handle.wait())
+            self._arrival = self._link.agree(self._link.all_ranks(self._handle.wait))
         return self._arrival
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Arrival, Handle, Link, MeanRequest
 from .group import RegionGroup
+from .log import Marker
 from .records import Record, from_numbers
 from .stopping import StopAgreement
 
@@ -111,6 +112,20 @@ class SharedLink:
         self.lead(lambda link: link.gather(record, what), what, lambda records: list(map(list, records)))
         names: Sequence[str] = kind._fields  # type: ignore[attr-defined]
         return tuple(from_numbers(kind, dict(zip(names, each, strict=True))) for each in self.heard)
+
+    def regroup(self, known: int) -> tuple[int, ...]:
+        """See `TcpLink.regroup`."""
+        self.lead(
+            lambda link: link.regroup(known),  # type: ignore[attr-defined]
+            "who comes in or leaves",
+            list,
+        )
+        return tuple(self.heard)
+
+    def apply(self, marker: Marker) -> bool:
+        """See `TcpLink.apply`."""
+        self.lead(lambda link: link.apply(marker), "the way in", bool)  # type: ignore[attr-defined]
+        return bool(self.heard)
 
     def leave_note(self, reason: str) -> None:
         if self._link is not None:

@@ -55,7 +55,7 @@ class _Away(Message, frozen=True):
     """The connection to the coordinator has gone."""
 
 
-_decoder = msgspec.json.Decoder(AnyMessage | Holds | AllHold | _SinceHeard | _Away)
+_decoder = msgspec.json.Decoder(AnyMessage | Holds | AllHold | RankEnded | _SinceHeard | _Away)
 
 
 class RankLine:

@@ -29,6 +29,7 @@ from ..coordinator.messages import (
     Posted,
     Report,
     Stop,
+    Text,
     Whole,
 )
 from ..net.letters import Member
@@ -54,11 +55,10 @@ class AllHold(Message, frozen=True, kw_only=True):
     losses: Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankEnded:
+class RankEnded(Message, frozen=True, kw_only=True):
     """Another rank has ended without a word, or in an error. Within a region only."""
 
-    why: str
+    why: Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,8 @@ def said(voice: Voice, rank: int, message: Any) -> tuple[Voice, tuple[Effect, ..
             ranks = voice.paired.get(member, frozenset()) | {rank}
             voice = replace(voice, paired={**voice.paired, member: ranks})
             return voice, (ToCoordinator(message),) if len(ranks) == voice.num_ranks else ()
+        case RankEnded():
+            return voice, (ToRank(None, message),)
         case Post(topic="wire") | Note() | Stop():
             return voice, (ToCoordinator(message),)
         case _:

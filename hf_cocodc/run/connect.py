@@ -47,7 +47,7 @@ from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
 from ..status import tell
 from .about import About
-from .session import RegionContext, RegionSession, announce, keep, session_of
+from .session import RegionContext, RegionSession, announce, keep, keep_lane, lane_of, session_of
 from .supported import is_sharded, lanes_of, refuse_fixed, refuse_uneven
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def connect(
         atexit.register(_let_gloo_end)
     is_elastic = regions.elastic and regions.max != 1
     if is_elastic:
-        refuse_fixed(sharded, stage)
+        refuse_fixed(stage)
     group = ranks_of_region() if num_ranks > 1 and stage is None else None
     if group is not None:
         refuse_uneven(group, max_steps)
@@ -268,35 +268,28 @@ def connect(
             own.agreement = agreement
     elif group is not None:
         link.agreement = StopAgreement(group, None, decides=False)
-    session = None if own is None else session_of(own)
-    if session is not None:
-        keep(link, session)
+    if own is not None:
+        session, lane_session = session_of(own), lane_of(own)
+        if session is not None:
+            keep(link, session)
+        elif lane_session is not None:
+            keep_lane(link, lane_session)
     _COMPARED.add(link)
     return link
 
 
 def _connect(context: RegionContext) -> TcpLink:
     """Meet the other regions of a run, or join it, and connect to them."""
-    return _enter(context, _meet(context))
+    return _enter(context, _meet(context, bool(context.regions.join)))
 
 
 def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: str) -> TcpLink:
     """The same for one rank of a region whose ranks have a lane each: its leader meets the others for all. A collective call."""
-    context, lines = mine(), lines_of(group)
-    client = group.lead(lambda: _meet(context), what, lambda client: _told(client.welcome))
-    own: AnyClient
-    if client is not None:
-        own = LeaderClient(client, lines)
-    else:
-        assert context.regions.coordinator is not None
-        own = RankClient(
-            msgspec.convert(group.heard, Welcome),
-            context.regions.coordinator.rpartition(":")[0].strip("[]"),
-            lines[LEADER],
-        )
+    context = mine()
+    client = _client_of_rank(group, context, bool(context.regions.join), what)
     links: list[TcpLink] = []
     try:
-        group.together(lambda: links.append(_enter(context, own)), "the connections to the other regions")
+        group.together(lambda: links.append(_enter(context, client)), "the connections to the other regions")
     except BaseException as error:
         for link in links:
             link.close(str(error))
@@ -304,13 +297,33 @@ def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: s
     return links[0]
 
 
+def _client_of_rank(group: RegionGroup, context: RegionContext, join: bool, what: str) -> AnyClient:
+    """The client of this rank, once the leader has met the other regions. A collective call."""
+    lines = lines_of(group)
+    client = group.lead(lambda: _meet(context, join), what, lambda client: _told(client.welcome))
+    if client is not None:
+        return LeaderClient(client, lines)
+    assert context.regions.coordinator is not None
+    host = context.regions.coordinator.rpartition(":")[0].strip("[]")
+    return RankClient(msgspec.convert(group.heard, Welcome), host, lines[LEADER])
+
+
+def meet_again(group: RegionGroup, lane: RegionSession) -> None:
+    """Let all ranks of a region that have a lane each be a newcomer, after the others have gone on without them. A collective
+    call. Raises LinkError if there is no run to come back to, or it cannot be reached.
+    """
+    lane.part_with()
+    client = _client_of_rank(group, lane.context, True, "the way back")
+    group.together(lambda: lane.link.begin_again(client, lane.context.wire()), "the way back in each rank")
+
+
 def _told(welcome: Welcome) -> Any:
     """What other ranks need of it."""
     return msgspec.to_builtins(structs.replace(welcome, compared=()))
 
 
-def _meet(context: RegionContext) -> Client:
-    client = context.meet(join=bool(context.regions.join))
+def _meet(context: RegionContext, join: bool) -> Client:
+    client = context.meet(join=join)
     welcome = client.welcome
     if welcome.joins:
         words = f"joins run {context.name!r}, which trains at step {welcome.step}"
@@ -335,6 +348,7 @@ def _enter(context: RegionContext, client: AnyClient) -> TcpLink:
         )
     if isinstance(client, RankClient):
         link.events = deque(maxlen=0)  # the leader keeps the journal
+        keep_lane(link, RegionSession(context, link))
     else:
         keep(link, RegionSession(context, link))
     return link

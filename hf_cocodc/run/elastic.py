@@ -17,10 +17,11 @@ from ..errors import CheckpointError, LeftBehind
 from ..link.log import Marker
 from ..link.records import Ending, Words
 from ..link.spreading import gather
+from ..link.within import ranks_of_region, wait_for_ranks
 from ..net.letters import Member
 from ..settings import RegionConfig
 from ..snapshot.checkpoint import Saved
-from ..snapshot.donor import write_base
+from ..snapshot.donor import Offer, write_base
 from ..status import tell
 from .newcomer import JoiningRank
 from .session import RegionSession
@@ -52,11 +53,9 @@ class TooFew(NamedTuple):
     knows: int
 
 
-def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:
-    """The members now; without this region once it has left, or if it cannot tell that it leaves."""
-    link = session.link
-    members = link.regroup(known)
-    return tuple(each for each in members if each != link.region) if session.is_cut_off else members
+def _leaders(own: TooFew, session: RegionSession) -> TooFew:
+    """What the leader says, for all its ranks."""
+    return own
 
 
 class Elastic:
@@ -162,6 +161,8 @@ class Elastic:
     def _act_on_news(self) -> bool:
         """Give newcomers a base; returns whether this region is to leave now."""
         news = self._training.say(self._news, "what newcomers want", _news_in)
+        if self._training.lane is not None and self._training.session is None:
+            self._training.lane.reap()
         for member in news.wants:
             self._give_base(member)
         if not news.leaves or self._leaves:
@@ -186,18 +187,36 @@ class Elastic:
             member.region,
             training.inner_step,
         )
-        saved = Saved(training.engine.state_dict(), training.facts)
-        if session is None:
+        saved, link, lane = Saved(training.engine.state_dict(), training.facts), training.link, training.lane
+        if lane is None:
             return
         folder = self._folder / f"base-{member.ticket}"
+
+        def together(part: Callable[[], None]) -> None:
+            if link.num_lanes == 1:
+                part()
+            else:
+                ranks_of_region().together(part, f"the base for region {member.region}")
+
         try:
-            write_base(folder, saved, training.link.lane, training.model, training.loop.inner())
+            write_base(folder, saved, link.lane, training.model, training.loop.inner(), together)
         except CheckpointError as error:
-            logger.warning("region %d gets no base here: %s", member.region, error)
-            session.refuse_base(member, str(error))
+            if session is not None:
+                logger.warning("region %d gets no base here: %s", member.region, error)
+                session.refuse_base(member, str(error))
             return
         about = {"run": training.started.get("run", 0), "started": training.started}
-        session.give(member, folder, training.inner_step, about)
+        if link.num_lanes == 1:
+            lane.give(member, folder, lane.next_offer(training.inner_step), about)
+            return
+        offer = training.say(
+            lambda session: session.next_offer(training.inner_step), "the offer", lambda plain: Offer(*plain)
+        )
+        if session is None:  # first, before a newcomer knows of it
+            lane.give(member, folder, offer, about)
+        wait_for_ranks(training.accelerator, "the log for a newcomer")
+        if session is not None:
+            session.give(member, folder, offer, about)
 
     def _hold(self) -> None:
         """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""
@@ -207,6 +226,8 @@ class Elastic:
             waited_s = time.monotonic() - began
             ending = Ending.LEAVING if self._leaves else training.endings.word.ending
             own = TooFew(waited_s > self._wait_s, ending, training.link.knows)
+            if training.link.num_lanes > 1:  # the clocks of all ranks differ
+                own = training.say(partial(_leaders, own), "how long it waits", lambda plain: TooFew(*plain))
             answers = gather(training.link, own, f"who waits for more regions at step {step}")
             self._training.journal.write_earlier()
             training.endings.hear({region: each.ending for region, each in answers.items()}, step)
@@ -228,9 +249,12 @@ class Elastic:
                 )
                 tell(f"waiting for more regions: {len(answers)} of {least}")
             known = min(each.knows for each in answers.values())
-            members = self._training.say(partial(_regroup, known), "who comes in or leaves")
+            members = training.link.regroup(known)  # type: ignore[attr-defined]
+            is_cut_off = training.say(lambda session: session.is_cut_off, "whether the coordinator answers")
             self._training.journal.write_earlier()
-            if training.link.region not in members:
+            if (
+                training.link.region not in members or is_cut_off
+            ):  # it has left, or cannot tell that it leaves
                 since = min(each.sent_at for each in training.engine.facts)
                 if since < step:
                     logger.warning(
@@ -242,8 +266,8 @@ class Elastic:
             if len(members) >= least:
                 tell("training")
                 return
-            if self._act_on_news() and self._training.session is not None:
-                self._training.session.leave()
+            if self._act_on_news() and training.session is not None:
+                training.session.leave()
             time.sleep(_AGAIN_S)
 
     def _say_that_it_leaves(self, why: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, load_fsdp_optimizer, save_fsdp_optimizer
 
 from ..snapshot.donor import Inner
 
@@ -63,13 +64,17 @@ class PlainLoop:
         states = {}
         for name, parts in self._prepared().items():
             for index, part in enumerate(parts):
-                states[_file(name, index)] = part.state_dict()
-        return Inner(states)
+                if not self._is_sharded(name):
+                    states[_file(name, index)] = part.state_dict()
+        return Inner(states, self._save_shards)
 
     def load_inner(self, base: Path) -> None:
         """Continue from a base, which lacks objects registered for checkpointing: they travel only as pickles."""
+        self._load_shards(base)
         for name, parts in self._prepared().items():
             for index, part in enumerate(parts):
+                if self._is_sharded(name):
+                    continue
                 path = base / _file(name, index)
                 if path.is_file():
                     part.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -107,6 +112,20 @@ class PlainLoop:
     def stand_in(self) -> None:
         """A plain loop does nothing together with other regions."""
 
+    def _is_sharded(self, name: str) -> bool:
+        """Whether these states are shards in each rank (FSDP2), which all ranks save and load together."""
+        return name == "optimizer" and self._accelerator.distributed_type is DistributedType.FSDP
+
+    def _save_shards(self, folder: Path) -> None:
+        save_shards(self._accelerator, self._accelerator._optimizers, self._accelerator._models, folder)
+
+    def _load_shards(self, base: Path) -> None:
+        if self._is_sharded("optimizer"):
+            plugin = self._accelerator.state.fsdp_plugin
+            pairs = zip(self._accelerator._optimizers, self._accelerator._models, strict=False)
+            for index, (optimizer, model) in enumerate(pairs):
+                load_fsdp_optimizer(plugin, self._accelerator, optimizer, model, str(base), index)
+
     def _plain(self, schedule: Any) -> tuple[Any, int]:
         """A schedule without Accelerate's wrapper, and how often that steps it each time."""
         if not isinstance(schedule, AcceleratedScheduler):
@@ -121,6 +140,19 @@ class PlainLoop:
             "scheduler": self._accelerator._schedulers,
             "scaler": [] if scaler is None else [scaler],
         }
+
+
+def save_shards(
+    accelerator: Accelerator, optimizers: Sequence[Any], models: Sequence[Any], folder: Path
+) -> None:
+    """Save inner optimizers of sharded models as Accelerate does in a checkpoint. A collective call of the ranks; without
+    shards it does nothing.
+    """
+    if accelerator.distributed_type is DistributedType.FSDP:
+        for index, (optimizer, model) in enumerate(zip(optimizers, models, strict=False)):
+            save_fsdp_optimizer(
+                accelerator.state.fsdp_plugin, accelerator, optimizer, model, str(folder), index
+            )
 
 
 def _file(name: str, index: int) -> str:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DonorLost, LeftBehind, RunFinished, RunOver
+from ..link.lanes import LaneLink
 from ..link.log import Marker, from_plain
-from ..link.within import wait_for_ranks
+from ..link.ranks import SharedLink
+from ..link.tcp import TcpLink
+from ..link.within import ranks_of_region, wait_for_ranks
 from ..snapshot import checkpoint as disk
 from ..status import tell
+from .connect import meet_again
 from .resuming import get_base
-from .session import RegionSession
+from .session import RegionSession, source_in
 from .training import Training
 
 logger = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ class JoiningRank:
     def begin(self) -> Marker:
         """Come into the run for the first time, once the base is loaded. See `_follow`."""
         self._forget_base()
-        self._training.say(RegionSession.follow, "the log of another region")
+        self._follow_log()
         return self._follow(self._training.inner_step, is_new=True)
 
     def _follow(self, before: int, is_new: bool) -> Marker:
@@ -68,9 +72,12 @@ class JoiningRank:
                     raise over(
                         f"{training.endings.why}: the run ends before this region has caught up with it."
                     )
-                steps = training.round_steps
-                if training.say(lambda session, m=marker, n=steps: session.applies(m, n), "the way in"):  # type: ignore[misc]
+                link = training.link
+                assert isinstance(link, SharedLink | LaneLink | TcpLink)
+                if link.apply(marker):
                     break
+                steps = training.round_steps
+                training.say(lambda session, m=marker, n=steps: session.ask_in(m, n), "the way in")  # type: ignore[misc]
             except (DonorLost, LeftBehind) as error:
                 logger.warning(
                     "region %d: %s It begins once more with another base.", training.link.region, error
@@ -114,14 +121,31 @@ class JoiningRank:
         flying = (each.in_flight_since for each in self._training.engine.facts)
         if all(sent_at is None or sent_at > since for sent_at in flying):
             self._admitted_at = None
-            if self._training.session is not None:
-                self._training.session.has_followed()
+            if self._training.lane is not None:
+                self._training.lane.has_followed()
 
     def _begin_again(self, keep: bool) -> None:
         """Be another newcomer, with a new base: members may have let the old one in, and wait for it."""
-        self._training.say(RegionSession.come_back, "the way back")
+        link, lane = self._training.link, self._training.lane
+        if isinstance(link, LaneLink) and lane is not None:
+            meet_again(ranks_of_region(), lane)
+            link.begin_again()
+        else:
+            self._training.say(RegionSession.come_back, "the way back")
         self._load_base(keep)
-        self._training.say(RegionSession.follow, "the log of another region")
+        self._follow_log()
+
+    def _follow_log(self) -> None:
+        """Answer calls from the log of the region that gave the base; each lane from that of its own rank there."""
+        training, lane = self._training, self._training.lane
+        training.say(RegionSession.follow, "the log of another region")
+        if training.link.num_lanes > 1:
+            assert lane is not None
+            source = training.say(lambda session: session.source, "whose log it is", source_in)
+            follows = training.session is None
+            ranks_of_region().together(
+                lambda: lane.follow_lane(source) if follows else None, "the logs of all ranks"
+            )
 
     def _load_base(self, keep: bool) -> None:
         training = self._training

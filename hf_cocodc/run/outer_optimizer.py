@@ -420,10 +420,10 @@ class OuterOptimizer:
         self._undo_all()
         if self.training.endings.verdict in ("stop", "leave"):
             spare_traceback()
-        if self.training.session is not None:
+        if self.training.lane is not None:
             verdict = str(self.training.endings.verdict)
             how = "finished" if self.finished else {"stop": "stopped", "leave": "left"}.get(verdict, "failed")
-            self.training.session.end(Bye(how=how, step=self.inner_step, place=self._place))
+            self.training.lane.end(Bye(how=how, step=self.inner_step, place=self._place))
         self.link.close(reason)
 
     def save(self, checkpoint: str | Path, *, weights: bool = False) -> None:

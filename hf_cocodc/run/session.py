@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -45,8 +45,8 @@ from ..net.letters import Member
 from ..net.pairs import STREAMS
 from ..net.wire import Wire
 from ..settings import RegionConfig
-from ..snapshot.donor import Donation
-from ..snapshot.receive import Base, Donors, Received
+from ..snapshot.donor import Donation, Offer
+from ..snapshot.receive import Base, Donors, Received, receive_log, received_in
 from ..status import tell
 
 FIRST_S = 10.0
@@ -248,6 +248,20 @@ class Approach:
         return gap < round_steps or now - self._since > _NO_NEARER_S
 
 
+class Source(NamedTuple):
+    """From whom a newcomer has its base, and how."""
+
+    member: Member
+    offer: Offer
+    received: Received
+
+
+def source_in(plain: Any) -> Source:
+    """What another rank has of it, from JSON."""
+    member, offer, received = plain
+    return Source(Member(*member), Offer(*offer), received_in(received))
+
+
 class RegionSession:
     """The leader's side of a run. `wants` has the newcomers that want a base of this region, `leaves` why it was asked to leave
     (empty if it was not).
@@ -268,15 +282,19 @@ class RegionSession:
         self._donors = Donors(context.region, link.post, self._gives, link.stream)
         link.on = self._hear
 
-    def come_back(self) -> None:
-        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have. Raises
-        LinkError if there is no run to come back to, or it cannot be reached.
-        """
+    def part_with(self) -> None:
+        """Be lost to the others at once, before this process comes back as another one."""
         for donation in self._donations.values():
             self.link.stop_log(donation.log)
         self._drop_donations()
         self.link.part_with()
         self._over = None
+
+    def come_back(self) -> None:
+        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have. Raises
+        LinkError if there is no run to come back to, or it cannot be reached.
+        """
+        self.part_with()
         self.link.begin_again(self.context.meet(join=True), self.context.wire())
 
     def get_base(self, folder: Path) -> Received:
@@ -319,7 +337,10 @@ class RegionSession:
                 raise failure
             # they are lost, or miss this process, which stood still; or its connections were made while the network was away
             if failure is not None or num_unreached == len(members):
-                logger.warning("region %d reaches no region of the run. It looks for the run again.", own)
+                sentence = f"region {own} reaches no region of the run. It looks for the run again."
+                if self.context.is_one_voice:  # all its ranks come back together
+                    raise LeftBehind(sentence)
+                logger.warning("%s", sentence)
                 self.come_back()
             time.sleep(_POLL_S)
         raise LinkError(
@@ -332,22 +353,45 @@ class RegionSession:
         self._ready_at, self._approach = math.inf, Approach()
         self.link.follow(self._from[1].items)
 
-    def applies(self, marker: Marker, round_steps: float) -> bool:
-        """Whether this process is a member, once all inner steps up to this marker are made. If not, and it is near enough, it
-        asks to be let in. Raises LeftBehind if it cannot be a member, or if it has long been ready and nobody lets it in.
+    @property
+    def source(self) -> Source:
+        """From whom this region has its base, for its other ranks."""
+        assert self._from is not None
+        member, base = self._from
+        return Source(member, base.offer, base.received)
+
+    def follow_lane(self, source: Source) -> None:
+        """On a rank other than the leader: answer calls from the log of the same rank of the region that gave the base."""
+        self.has_followed()
+        member, offer, received = source
+        base = receive_log(
+            offer,
+            partial(self.link.stream, member),
+            received,
+            lambda: self._refuse_lost(member),
+            self.context.regions.timeout_s,
+            self.context.largest_base,
+        )
+        self._from = member, base
+        self.link.follow(base.items)
+
+    def _refuse_lost(self, member: Member) -> None:
+        if not self._gives(member):
+            raise DonorLost(f"region {member.region} is lost.")
+
+    def ask_in(self, marker: Marker, round_steps: float) -> None:
+        """All inner steps up to this marker are made, and this process is no member: it asks to be let in if it is near enough.
+        Raises LeftBehind if it has long been ready and nobody lets it in.
         """
         link, now = self.link, time.monotonic()
-        if link.apply(marker):
-            return True
         if not self._approach.is_near(marker.newest - marker.step, round_steps, now):
-            return False
+            return
         link.say_ready()
         if link.is_announced or not link.has_coordinator:
             self._ready_at = math.inf
         self._ready_at = min(self._ready_at, now)
         if now - self._ready_at > _LET_IN_S:
             raise LeftBehind(f"it has been ready for {now - self._ready_at:.0f} s, and nobody lets it in.")
-        return False
 
     @property
     def came_from(self) -> dict[str, int]:
@@ -370,23 +414,28 @@ class RegionSession:
             base.close()
             self._from = None
 
-    def give(self, member: Member, folder: Path, step: int, about: Mapping[str, Any]) -> None:
-        """Send a newcomer the base in `folder`, and from now on the log."""
+    def next_offer(self, step: int) -> Offer:
+        """An offer of a base of this inner step."""
+        return Offer(next(self._numbers), step)
+
+    def give(self, member: Member, folder: Path, offer: Offer, about: Mapping[str, Any]) -> None:
+        """Send a newcomer the base in `folder`, and from now on the log; on a rank other than the leader, the log alone."""
         context = self.context
         self._end_donation(member, "gone", "it has asked again")
         donation = Donation(
             folder,
-            next(self._numbers),
+            offer,
             partial(self.link.stream, member),
-            step,
             about,
             f"region {member.region}",
             None if context.rate is None else context.rate / _SHARE,
+            has_base=not self._is_other_lane,
         )
         self.link.log_to(donation.log)
         self._donations[member] = donation
         self.say_doing()
-        self.link.post(member, "offer", **donation.offer._asdict())
+        if donation.has_base:
+            self.link.post(member, "offer", **offer._asdict())
 
     def is_ending(self, member: Member) -> bool:
         """Whether what a newcomer has asked for before is about to end: until then it gets no other base."""
@@ -419,6 +468,11 @@ class RegionSession:
         self._asks_to_leave = True
         self._answers_at = time.monotonic()
         self.link.send(Leave())
+
+    @property
+    def _is_other_lane(self) -> bool:
+        """Whether this is not the leader."""
+        return self.context.is_one_voice and self.context.lane > 0
 
     @property
     def is_cut_off(self) -> bool:
@@ -485,10 +539,22 @@ class RegionSession:
 
 _SESSIONS: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()
 
+_LANES: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()
+
 
 def session_of(link: Link) -> RegionSession | None:
     """The leader's side of a run over a network; None on other ranks, and without a network."""
     return _SESSIONS.get(link)
+
+
+def lane_of(link: Link) -> RegionSession | None:
+    """The side of this rank, which has a lane of its own or is the leader; None on other ranks, and without a network."""
+    return _LANES.get(link) or _SESSIONS.get(link)
+
+
+def keep_lane(link: Link, session: RegionSession) -> None:
+    """Let `lane_of` return this session for the link of a rank that is not the leader."""
+    _LANES[link] = session
 
 
 def keep(link: Link, session: RegionSession) -> None:

@@ -113,13 +113,12 @@ def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] 
     return lane, num_lanes
 
 
-def refuse_fixed(sharded: bool, stage: tuple[int, int] | None) -> None:
-    """Raise InputError if the ranks of a region hold different parameters: it cannot be lost, come back or join."""
-    kind = "FSDP2 (the ranks of a region hold shards)" if sharded else "pipeline stages"
-    if sharded or stage is not None:
+def refuse_fixed(stage: tuple[int, int] | None) -> None:
+    """Raise InputError if the ranks of a region hold pipeline stages: it cannot be lost, come back or join."""
+    if stage is not None:
         raise InputError(
-            f"regions.on_loss=continue with {kind} is not supported yet. Set regions.on_loss=stop and remove regions.min, or use "
-            "regions of one process or with DDP."
+            "regions.on_loss=continue with pipeline stages is not supported. Set regions.on_loss=stop and remove regions.min, or "
+            "use regions of one process, with DDP or with FSDP2."
         )
 
 

@@ -30,12 +30,13 @@ from ..threads import NativeThread
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved, put_together, take_apart
-from .files import files_in, write_state
+from .files import files_in, join_shards, write_state
 from .manifest import FOLDER, saving
 
 logger = logging.getLogger(__name__)
 
 _CALLED_WITHIN_S = 60.0
+_LONG_S = 86_400.0
 _LEAST_LOG_BYTES = 64 << 20
 _BASES_IN_LOG = 4
 """The log may grow to this many times the bytes of the base: a newcomer that is further behind will not catch up."""
@@ -80,21 +81,48 @@ def offered(content: Mapping[str, Any]) -> Offer:
     return msgspec.convert([content[name] for name in Offer._fields], Offer)
 
 
-def write_base(folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner) -> None:
+def write_base(
+    folder: Path,
+    saved: Saved,
+    lane: int,
+    model: nn.Module,
+    inner: Inner,
+    together: Callable[[Callable[[], None]], None] = lambda part: part(),
+) -> None:
     """Write a base into `folder`, whose old content is deleted. Of `model`, which is unwrapped, only what is not trained is
     written: a newcomer starts from the global params. Raises CheckpointError if the disk refuses, or another region could not
     load a state.
+
+    `together`: makes a part of it in all ranks that have a lane each, which call this together.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    with saving(folder):
-        (folder / FOLDER).mkdir(parents=True)
-        disk.write(folder, saved, lane)
-        kept = local_weights.kept(model, saved.synchronized)
-        rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronized}
-        local_weights.write(model, folder, rest, lane)
-        for name, state in inner.states.items():
-            write_state(state, folder / name)
-        inner.files(folder)
+
+    def begin() -> None:
+        if not lane:
+            shutil.rmtree(folder, ignore_errors=True)
+            with saving(folder):
+                (folder / FOLDER).mkdir(parents=True)
+
+    def write() -> None:
+        with saving(folder):
+            disk.write(folder, saved, lane)
+            kept = local_weights.kept(model, saved.synchronized)
+            rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronized}
+            local_weights.write(model, folder, rest, lane)
+            if not lane:
+                for name, state in inner.states.items():
+                    write_state(state, folder / name)
+
+    def write_files() -> None:
+        with saving(folder):
+            inner.files(folder)
+
+    def join() -> None:
+        if not lane:
+            with saving(folder):
+                join_shards(folder, folder)
+
+    for part in (begin, write, write_files, join):
+        together(part)
 
 
 class _Part(NamedTuple):
@@ -237,6 +265,7 @@ class Donation:
 
     Args:
         folder: of the base; deleted at the end.
+        has_base: whether the base is sent; else the log alone, to a rank that is not the leader of its region.
         about: sent with the base; JSON-able.
         rate: bytes per second to send at most; None for no limit.
     """
@@ -244,23 +273,25 @@ class Donation:
     def __init__(
         self,
         folder: Path,
-        number: int,
+        offer: Offer,
         open_stream: OpenStream,
-        step: int,
         about: Mapping[str, Any],
         to: str,
         rate: float | None,
+        has_base: bool = True,
     ) -> None:
         self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
-        self._files = files_in(folder)
-        num_bytes = sum(path.stat().st_size for path in self._files.values())
+        files = files_in(folder)
+        num_bytes = sum(path.stat().st_size for path in files.values())
+        self.has_base, self._files = has_base, files if has_base else {}
         self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
-        self.offer, self._open_stream = Offer(number, step), open_stream
+        self.offer, self._open_stream = offer, open_stream
         self.over = False
         self._ended = threading.Event()
         self._last, self._until = _GONE, math.inf
         self._thread = NativeThread(self._serve, "hf_cocodc-donor")
-        logger.info("a base of step %d for %s: %.1f MB.", step, to, num_bytes / 1e6)
+        if has_base:
+            logger.info("a base of step %d for %s: %.1f MB.", offer.step, to, num_bytes / 1e6)
         self._thread.start()
 
     def close(self, kind: str = _GONE[0], why: str = _GONE[1]) -> None:
@@ -284,7 +315,9 @@ class Donation:
     def _serve(self) -> None:
         frames = None
         try:
-            stream = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
+            # a rank without a base is called once that has come; if it does not, this ends with the others' donation
+            within_s = _CALLED_WITHIN_S if self.has_base else _LONG_S
+            stream = self._open_stream(self.offer.number, within_s, self._look)
             frames = Frames(stream, self._newcomer_waits, self._rate)
             self._send(frames)
             frames.drain(_TAKEN_WITHIN_S)
@@ -295,7 +328,8 @@ class Donation:
             self.log.close()
             if frames is not None:
                 frames.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self.has_base:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self.over = True  # from now on, the folder may have another base
 
     def _look(self) -> None:
@@ -321,7 +355,8 @@ class Donation:
                     sha.update(chunk)
                     frames.send_bytes(chunk)
             frames.send("sha256", value=sha.hexdigest())
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self.has_base:
+            shutil.rmtree(self._folder, ignore_errors=True)
         for item in self.log.items(HEARTBEAT_S):
             if item is None:
                 frames.send("alive")

@@ -80,9 +80,7 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
     try:
         with saving(aside):
             (aside / FOLDER).mkdir(parents=True)
-            for state in checkpoint.glob("optimizer_*"):
-                if state.is_dir():
-                    dcp_to_torch_save(state, aside / FOLDER / f"{state.name}.pt")
+            join_shards(checkpoint, aside)
             trained = disk.read(checkpoint, with_values=False).synchronized
             for path in checkpoint.glob(local_weights.weights_file("*")):
                 _leave_out(path, trained, aside / FOLDER / path.name)
@@ -91,6 +89,13 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
         yield own | files_in(aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def join_shards(checkpoint: Path, into: Path) -> None:
+    """Write each sharded optimizer of a checkpoint as one file, as it travels."""
+    for state in checkpoint.glob("optimizer_*"):
+        if state.is_dir():
+            dcp_to_torch_save(state, into / FOLDER / f"{state.name}.pt")
 
 
 def make_own(checkpoint: Path) -> None:

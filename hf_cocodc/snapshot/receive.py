@@ -65,8 +65,8 @@ def received_in(plain: Any) -> Received:
 class Base:
     """A received base. `items`, the log after it, raises DonorLost if nothing more comes, RunOver if the run has ended."""
 
-    def __init__(self, received: Received, frames: Frames, num_bytes: int) -> None:
-        self.received = received
+    def __init__(self, received: Received, offer: Offer, frames: Frames, num_bytes: int) -> None:
+        self.received, self.offer = received, offer
         self.items = _items(frames, received.donor, 2 * num_bytes + _ITEM_MARGIN)
         self._frames = frames
 
@@ -126,7 +126,31 @@ def receive(
         shutil.rmtree(base, ignore_errors=True)
         raise
     logger.info("a base of step %d has come from region %d.", offer.step, donor)
-    return Base(Received(base, donor, offer.step, run, started), frames, num_bytes)
+    return Base(Received(base, donor, offer.step, run, started), offer, frames, num_bytes)
+
+
+def receive_log(
+    offer: Offer,
+    open_stream: OpenStream,
+    received: Received,
+    alive: Callable[[], object],
+    timeout_s: float,
+    most: int,
+) -> Base:
+    """The log after a base that the leader of this region has `received`, from the same rank of the region that gave it. Raises
+    DonorLost if that, or the connection to it, is gone.
+    """
+    donor = received.donor
+    with _losing(f"region {donor} sends this rank no log"):
+        stream = open_stream(offer.number, _CONNECT_S, alive)
+        patience_s = max(timeout_s, _HEARTBEATS * HEARTBEAT_S)
+        frames = Frames(stream, alive, patience_s=patience_s)
+        try:
+            frames.receive()
+        except BaseException:
+            frames.close()
+            raise
+    return Base(received, offer, frames, most)
 
 
 def largest_base(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from ..run.loop import save_shards
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
 from .beginning import Beginning, Habits, metric_of
@@ -25,14 +26,13 @@ class TrainerLoop:
 
     def inner(self) -> Inner:
         trainer = self._trainer
-        states = {
-            "optimizer.pt": trainer.optimizer.state_dict(),
-            "scheduler.pt": trainer.lr_scheduler.state_dict(),
-        }
+        states = {"scheduler.pt": trainer.lr_scheduler.state_dict()}
+        if not trainer.is_fsdp_enabled:
+            states["optimizer.pt"] = trainer.optimizer.state_dict()
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             states["scaler.pt"] = scaler.state_dict()
-        return Inner(states, self._save_state)
+        return Inner(states, self._save_rest)
 
     def jump(self, before: int, after: int, is_new: bool) -> None:
         """Let the count of steps and the learning rate jump to a later inner step; the data goes on where it is."""
@@ -50,6 +50,12 @@ class TrainerLoop:
         state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
         step, folder = theirs.best_global_step, Path(self._trainer.args.output_dir or ".")
         state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
+
+    def _save_rest(self, folder: Path) -> None:
+        trainer = self._trainer
+        save_shards(trainer.accelerator, [trainer.optimizer], [trainer.model], folder)
+        if trainer.accelerator.is_main_process:
+            self._save_state(folder)
 
     def _save_state(self, folder: Path) -> None:
         """Write Trainer's state as it does in a checkpoint."""

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.run.journal import read
+from tests.processes.sharded_worker import shard, whole
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama, params_of
 
@@ -39,11 +40,13 @@ def loop(
     least: int,
     saves: int = 0,
     hears_signals: bool = False,
+    is_sharded: bool = False,
     **regions: Any,
 ) -> None:
     """A plain loop of `steps` inner steps, each of `step_s` seconds at least until HURRY lies in the folder.
 
-    It saves every `saves` steps, and asks to stop at SIGTERM if it `hears_signals`.
+    Its ranks hold replicas (DDP), or shards (FSDP2). It saves every `saves` steps, and asks to stop at SIGTERM if it
+    `hears_signals`.
     """
     region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
     home = Path(folder)
@@ -51,6 +54,8 @@ def loop(
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     )
+    if is_sharded:
+        shard(accelerator)
     set_seed(7 * region + 1)
     model = llama(layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -77,9 +82,8 @@ def loop(
                 accelerator.save_state(str(home / f"saved-{region}"))
         lr, count, verdict = schedule.get_last_lr()[0], outer.inner_step, outer.verdict
     facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": verdict, "why": outer.why}
-    torch.save(
-        {"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"{_name(region, rank)}.pt"
-    )
+    weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])
+    torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
 
 
 class Slow(TrainerCallback):

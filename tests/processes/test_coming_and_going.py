@@ -37,6 +37,8 @@ class Run:
         body: of the worker.
         arguments: for it.
         secrets: of the coordinator.
+        ranks: of each region, unless `start` says otherwise.
+        more: for the body.
         coordinator: another one than one in a thread.
     """
 
@@ -48,9 +50,11 @@ class Run:
         *arguments: Any,
         secrets: Sequence[Keys] = (),
         coordinator: CoordinatorProcess | None = None,
+        ranks: int = 1,
+        **more: Any,
     ) -> None:
-        self.folder, self._count = folder, count
-        self._body, self._arguments = body, arguments
+        self.folder, self._count, self._num_ranks = folder, count, ranks
+        self._body, self._arguments = partial(body, **more) if more else body, arguments
         self.coordinator = coordinator or serve_in_thread(secrets=secrets)
         self._masters: list[Any] = []
         self.processes: dict[int, Process] = {}
@@ -58,8 +62,9 @@ class Run:
         for region in range(count):
             self.start(region)
 
-    def start(self, region: int, ranks: int = 1, join: bool = False) -> None:
+    def start(self, region: int, ranks: int = 0, join: bool = False) -> None:
         """Start a region, for the first time or again."""
+        ranks = ranks or self._num_ranks
         env, master = region_env(self.coordinator, region, self._count), torch_master()
         env |= {"HF_COCODC_JOIN": "1"} if join else {}
         whole = (self._body, str(self.folder), *self._arguments)
@@ -421,3 +426,27 @@ def test_all_ranks_of_a_region_leave_at_one_step(tmp_path: Path) -> None:
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
+
+
+def check_shards(run: Run, found: list[dict[str, Any]]) -> None:
+    """All ranks of all regions have the same whole model."""
+    for region in run.processes:
+        for rank in range(2):
+            name = f"region-{region}" + (f"-rank-{rank}" if rank else "")
+            weights = torch.load(run.folder / f"{name}.pt", weights_only=False)["weights"]
+            assert torch.equal(weights, found[0]["weights"]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["diloco", "streaming"])
+def test_a_sharded_region_that_was_killed_comes_back(method: str, tmp_path: Path) -> None:
+    """Two regions of two ranks with FSDP2: one is killed, the other trains on; started again, it comes in, and both end with the
+    same bits, in every rank."""
+    run = Run(tmp_path, 2, loop, 60, 0.1, method, 1, ranks=2, is_sharded=True)
+    run.wait_for_step(1, 9)
+    run.kill(1)
+    run.wait_until_members([0], 0)
+    run.start(1, join=True)
+    run.wait_for_join(1)
+    check_shards(run, run.results(0, 1))
+    assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0], [0, 1]]

@@ -110,8 +110,8 @@ def given(tmp_path: Path, rate: float | None = None, keys: Keys | None = None) -
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner)
     stream = Opening(keys)
-    number = OFFER["number"]
-    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN, "started": STARTED}, "region 2", rate)
+    offer = Offer(OFFER["number"], 3)
+    found = Donation(folder, offer, stream.of_donor, {"run": RUN, "started": STARTED}, "region 2", rate)
     STREAMS[found.offer.number] = stream
     return found
 
@@ -275,9 +275,8 @@ def test_a_base_survives_broken_connections(caller: int, keys: Keys | None, tmp_
         zero, two = both.wires
         giving = Donation(
             folder,
-            OFFER["number"],
+            Offer(OFFER["number"], 3),
             partial(zero.stream, 1),
-            3,
             {"run": RUN, "started": STARTED},
             "region 1",
             rate=2e6,
