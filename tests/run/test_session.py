@@ -103,14 +103,14 @@ def test_a_newcomer_that_nobody_lets_in_begins_once_more(monkeypatch: pytest.Mon
     monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     waits = session()
     link: Any = waits.link
-    link.apply, link.say_ready = lambda marker: False, lambda: None
+    link.say_ready = lambda: None
     marker: Any = SimpleNamespace(step=5, newest=5)
     for link.is_announced, link.has_coordinator in (
         *((False, True), (False, True), (True, True), (False, True), (False, False), (False, True)),
     ):
-        assert not waits.applies(marker, 10)
+        waits.ask_in(marker, 10)
     with pytest.raises(LeftBehind, match="it has been ready for 100 s, and nobody lets it in"):
-        waits.applies(marker, 10)
+        waits.ask_in(marker, 10)
 
 
 def test_a_newcomer_far_behind_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_a_newcomer_far_behind_is_not_let_in(monkeypatch: pytest.MonkeyPatch) ->
     said: list[int] = []
     link.is_announced, link.has_coordinator = False, True
     for step, newest in ((10, 110), (60, 120), (100, 119), (110, 130), (120, 150)):
-        link.apply, link.say_ready = lambda marker: False, lambda step=step: said.append(step)
-        assert not waits.applies(Marker(step, 0, 0, 0, (), newest=newest), 20)
+        link.say_ready = lambda step=step: said.append(step)
+        waits.ask_in(Marker(step, 0, 0, 0, (), newest=newest), 20)
     assert said == [100, 120]  # less than a round; and as near as it comes
 
 
