@@ -7,16 +7,19 @@ What processes send each other otherwise is sealed with AES-256-GCM. One cipher 
 that nothing else has. Its messages are numbered, so no two have the same nonce, and none opens in another's place.
 """
 
+import contextlib
 import datetime
 import errno
 import functools
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 import ssl
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from cryptography import x509
@@ -81,12 +84,8 @@ class Identity:
         pem = private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ) + certificate.public_bytes(serialization.Encoding.PEM)
-        with (
-            tempfile.NamedTemporaryFile() as file
-        ):  # nobody else may read it; OpenSSL takes keys from files alone
-            file.write(pem)
-            file.flush()
-            self._contexts = {is_server: self._context(is_server, file.name) for is_server in (False, True)}
+        with _file_of(pem) as path:
+            self._contexts = {is_server: self._context(is_server, path) for is_server in (False, True)}
 
     def _context(self, is_server: bool, file: str) -> ssl.SSLContext:
         # of all who may sign certificates it trusts only this one; a default context would trust those of the system, too
@@ -103,6 +102,22 @@ class Identity:
     def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, is_server: bool) -> ssl.SSLObject:
         """One end of a TLS 1.3 conversation, in which both ends prove themselves."""
         return self._contexts[is_server].wrap_bio(incoming, outgoing, server_side=is_server)
+
+
+@contextlib.contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    """A file with this content, for OpenSSL, which takes keys from files alone: in memory, where the system has such files."""
+    file: Any
+    if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
+        file = os.fdopen(os.memfd_create("hf_cocodc"), "wb")
+        path = f"/proc/self/fd/{file.fileno()}"
+    else:
+        file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - nobody else may read it
+        path = file.name
+    with file:
+        file.write(content)
+        file.flush()
+        yield path
 
 
 @functools.lru_cache(maxsize=64)

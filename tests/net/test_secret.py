@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.secret import secret_of
 from hf_cocodc.errors import InputError
-from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.keys import Identity, Keys
 from hf_cocodc.settings import ENV_SECRET
 from tests.secret import secret
 
@@ -101,3 +102,9 @@ def test_keys_are_those_of_the_standard() -> None:
     extracted = hashed(b"hf_cocodc", bytes.fromhex(SECRET))
     info = (3).to_bytes(8, "big") + b"run"
     assert Keys.from_secret(SECRET).of("run").raw == hashed(extracted, info + b"\x01")
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_a_key_is_never_in_a_file_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda *args, **kwargs: 1 / 0)
+    Identity(Keys.from_secret(secret("of nobody else")))
