@@ -81,6 +81,11 @@ class StopAgreement:
             if is_first:
                 self._request(self.asked)
 
+    def ask_again(self) -> None:
+        """On the leader: what it has asked may never have been heard. The coordinator was away."""
+        with self._changed:
+            self._has_requested = bool(self._answer[0])
+
     def promise(self) -> int:
         """On the leader, in the client's thread: the inner step that this region does not pass before it has the answer."""
         with self._changed:

@@ -711,6 +711,8 @@ class TcpLink:
                     self._feed(rules.HeardFrom(message, self.awaits))
         if isinstance(message, Resumed):
             self._tell_ways()
+            if self.agreement is not None:
+                self.agreement.ask_again()
         if isinstance(message, Refuse) and not self.is_elastic:
             logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
         self.on(message)

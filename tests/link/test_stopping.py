@@ -375,3 +375,21 @@ def test_ranks_that_stop_alone_are_heard_by_their_region() -> None:
 
     assert place.train(live) == [("SIGTERM", True)] * 3
     place.close()
+
+
+def test_a_request_is_made_again_once_the_coordinator_is_back() -> None:
+    """It may have been away when it was made."""
+    asked: list[str] = []
+    agreement = StopAgreement(None, asked.append)
+    agreement.ask("SIGTERM")
+    for _ in range(2):
+        agreement.poll()
+    assert asked == ["SIGTERM"]
+    agreement.ask_again()
+    agreement.poll()
+    assert asked == ["SIGTERM"] * 2
+    agreement.promise()
+    agreement.answer(5, {0: "SIGTERM"})
+    agreement.ask_again()
+    agreement.poll()
+    assert asked == ["SIGTERM"] * 2, "it is answered"
