@@ -1,23 +1,22 @@
 """All runs of one coordinator: feeds the rules of each, carries out what they want, and forgets old ones."""
 
-import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import short
 from ..net.letters import Member
-from .hello import differences
 from .messages import (
     AskStop,
     Back,
     Bye,
     FromCommand,
     FromRegion,
-    Hello,
     LeaveNow,
     Note,
     Refuse,
@@ -57,7 +56,6 @@ _STOOD_S = 10.0
 _KEPT_S = 24 * 3600.0
 _MOST_KEPT = 1000
 """Runs without a connection that are remembered."""
-_APART_S = 5.0
 _MOST_BOARDS = 100
 _MOST_ON_BOARD = 64
 
@@ -296,8 +294,8 @@ class Hosted:
         idle_since: since when it has no connection.
         gone: members without a connection, as they were heard of last.
         lost: regions without which the others have gone on, and that are not back.
-        told_apart: pairs (connection, name of another run) that have heard that they may mean the same run.
         ways: by which way each process is connected to each region.
+        held: for each state that is being written, what is to be said once it is on the disk.
     """
 
     key: str
@@ -306,9 +304,15 @@ class Hosted:
     idle_since: float = 0.0
     gone: dict[Member, Seat] = field(default_factory=dict)
     lost: dict[int, Lost] = field(default_factory=dict)
-    waits_since: float | None = None
-    told_apart: set[tuple[int, str]] = field(default_factory=set)
     ways: dict[Member, dict[int, str]] = field(default_factory=dict)
+    held: deque[list[Callable[[], None]]] = field(default_factory=deque)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Say something, once what was decided before is on the disk."""
+        if self.held:
+            self.held[-1].append(work)
+        else:
+            work()
 
     def note_ways(self, who: int, message: Ways) -> None:
         """A process tells by which ways it is connected."""
@@ -326,6 +330,18 @@ class Hosted:
         return not self.state.run and not self.connections
 
 
+Later = Callable[[Callable[[], None], Callable[[Exception | None], None]], None]
+
+
+def _at_once(work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        done(error)
+    else:
+        done(None)
+
+
 class Runs:
     """The runs of one coordinator, by the id of their secret and their name.
 
@@ -334,6 +350,7 @@ class Runs:
         fail: called with the error if the state cannot be written. Nothing may be sent after that.
         file: keeps what must survive this process; None if nothing must.
         close: ends a connection, soon.
+        later: does the first function, in order, without holding this thread; then calls the second one in it, with any error.
     """
 
     def __init__(
@@ -343,8 +360,10 @@ class Runs:
         fail: Callable[[OSError], None],
         file: StateFile | None = None,
         close: Callable[[int], None] = lambda who: None,
+        later: Later | None = None,
     ) -> None:
         self._send, self._say, self._fail, self._file, self._close = send, say, fail, file, close
+        self._later = later or _at_once
         self.clock = Clock()
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._boards: dict[tuple[str, str], dict[int, Any]] = {}
@@ -385,15 +404,13 @@ class Runs:
 
     def tick(self) -> None:
         """Time has passed. Call this several times a second."""
-        now = self._now()
+        self._now()
         if self.clock.has_jumped:  # what has arrived meanwhile is read first
             self.clock.has_jumped = False
             return
         for hosted in list(self._hosted.values()):
             if hosted.connections or hosted.state.trains:
                 self._step(hosted, Tick())
-            self._note_waiting(hosted, now)
-        self._tell_apart(now)
 
     def expire(self) -> None:
         """Forget runs that nobody has asked for in a long time. Call this about once a minute."""
@@ -440,27 +457,37 @@ class Runs:
         hosted.state = after
         for effect in effects:
             match effect:
-                case Persist():
-                    try:
-                        if self._file is not None:
-                            self._file.write(hosted.key, after)
-                    except OSError as error:
-                        self._has_failed = True
-                        self._fail(error)
-                        return
+                case Persist() if self._file is not None:
+                    self._write(hosted, self._file, after)
                 case SendTo(to, message):
-                    self._send(to, message)
+                    hosted.do(partial(self._send, to, message))
                 case CloseConnection(to):
-                    self._close(to)
+                    hosted.do(partial(self._close, to))
         if (after.run, after.members) != (before.run, before.members):
             self._note_lost(hosted, before)
         try:
             for line in lines(before, event, after, effects):
-                self._say(line)
+                hosted.do(partial(self._say, line))
         except Exception:  # nor does a line for people hold the run
             logger.exception("no line can be written about run %r", before.name)
         if after.seats is not before.seats:
             self._note_gone(hosted, before)
+
+    def _write(self, hosted: Hosted, file: StateFile, state: Run) -> None:
+        """Write a state. What the run is to say from now on is said once that is on the disk; other runs go on meanwhile."""
+
+        def written(error: Exception | None) -> None:
+            if self._has_failed:
+                return
+            if error is not None:
+                self._has_failed = True
+                self._fail(error if isinstance(error, OSError) else OSError(0, str(error)))
+                return
+            for work in hosted.held.popleft():
+                work()
+
+        hosted.held.append([])
+        self._later(lambda: file.write(hosted.key, state), written)
 
     def _note_lost(self, hosted: Hosted, before: Run) -> None:
         state, now = hosted.state, self.clock()
@@ -481,50 +508,3 @@ class Runs:
         if gone or hosted.gone:
             kept = {**hosted.gone, **gone}
             hosted.gone = {member: kept[member] for member in hosted.state.members if member in kept}
-
-    def _note_waiting(self, hosted: Hosted, now: float) -> None:
-        if not _gathering(hosted.state):
-            hosted.waits_since = None
-            hosted.told_apart.clear()
-        elif hosted.waits_since is None:
-            hosted.waits_since = now
-
-    def _tell_apart(self, now: float) -> None:
-        """Tell regions of two runs with as many regions that both wait: they may have meant one name."""
-        waiting = [
-            each
-            for each in self._hosted.values()
-            if each.waits_since is not None and now - each.waits_since > _APART_S
-        ]
-        for one, other in itertools.permutations(waiting[:_MOST_ON_BOARD], 2):
-            if one.key != other.key:
-                continue
-            for who, hello in _gathering(one.state).items():
-                theirs = [
-                    each for each in _gathering(other.state).values() if each.terms.count == hello.terms.count
-                ]
-                if theirs and (who, other.state.name) not in one.told_apart:
-                    one.told_apart.add((who, other.state.name))
-                    why = _other_run(one.state.name, hello, other.state.name, theirs[0])
-                    self._send(who, Waiting(absent=_absent(one.state, hello), why=why))
-
-
-def _gathering(state: Run) -> Mapping[int, Hello]:
-    """Connections of regions that wait for the others."""
-    return {} if state.trains else {who: hello for who, hello in state.hellos.items() if not hello.join}
-
-
-def _absent(state: Run, hello: Hello) -> tuple[int, ...]:
-    return tuple(sorted(set(range(hello.terms.count)) - {each.region for each in _gathering(state).values()}))
-
-
-def _other_run(name: str, mine: Hello, other: str, theirs: Hello) -> str:
-    """What another run at this coordinator has other than this one."""
-    differing = differences(mine.compared, theirs.compared)
-    shown = "; ".join(f"{field} ({own} here, {there} there)" for field, own, there, _ in differing[:3])
-    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    return (
-        f"Region {theirs.region} of {theirs.terms.count} of run {other!r} waits at this coordinator too, on host "
-        f"{theirs.machine}; this is run {name!r}. It differs in {shown or 'nothing else'}{more}. If both belong to one run, "
-        "give them the same name: set regions.run (--run, HF_COCODC_RUN) in every region."
-    )

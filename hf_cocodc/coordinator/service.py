@@ -1,10 +1,12 @@
 """Serves callers that have proven themselves: hears them in turns, and writes what the rules send."""
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +100,8 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
-        self._runs = Runs(self._send, say, fail, state, self._end)
+        self._writer = ThreadPoolExecutor(1, "hf_cocodc-writing")
+        self._runs = Runs(self._send, say, fail, state, self._end, self._later)
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
         self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, say)
@@ -106,7 +109,19 @@ class Coordinator:
         self._alive_at = self._expire_at = loop.time()
         self._timer = loop.call_later(_TICK_S, self._tick)
 
+    def _later(self, work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
+        """See `Runs`: one thread writes the file, for a slow disk must not hold other runs."""
+
+        def written(future: "Future[None]") -> None:
+            error = future.exception()
+            assert error is None or isinstance(error, Exception)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(done, error)
+
+        self._writer.submit(work).add_done_callback(written)
+
     def close(self) -> None:
+        self._writer.shutdown()
         self._timer.cancel()
         self._entrance.close()
         for connection in list(self._connections.values()):

@@ -1,10 +1,22 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Generation, Terms
+from hf_cocodc.coordinator.messages import (
+    Bye,
+    Change,
+    Decided,
+    Decision,
+    Generation,
+    Note,
+    Noted,
+    Terms,
+    Welcome,
+)
 from hf_cocodc.coordinator.rules import Run, durable
 from hf_cocodc.coordinator.runs import Runs
 from hf_cocodc.coordinator.server import serve_in_thread
@@ -228,3 +240,41 @@ def test_runs_of_a_process_that_stood_still_begin_as_after_a_start(monkeypatch: 
     now += 11.0
     runs.tick()
     assert sorted(closed) == [0, 1] and hosted.state.uncalled == set(hosted.state.members)
+
+
+def test_a_slow_disk_holds_what_a_run_says_and_no_other_run() -> None:
+    sent: list[tuple[int, object]] = []
+    waiting: list[tuple[Callable[[], None], Callable[[Exception | None], None]]] = []
+
+    class File(StateFile):
+        def __init__(self) -> None:
+            self.runs, self.written = [], []
+
+        def write(self, key: str, state: Run) -> None:
+            self.written.append(state.run)
+
+    file = File()
+    runs = Runs(
+        lambda to, message: sent.append((to, message)),
+        lambda line: None,
+        lambda error: None,
+        file,
+        later=lambda work, done: waiting.append((work, done)),
+    )
+    slow, other = runs.come_in("", "slow", 0), runs.come_in("", "other", 2)
+    runs.came(other, 2, hello(0))
+    told = len(sent)
+    for who in (0, 1):
+        runs.came(slow, who, hello(who))
+    said = [to for to, message in sent if isinstance(message, Welcome)]
+    assert slow.state.trains and not said, "no region hears of a run that is not on the disk"
+    runs.came(slow, 0, Note(text="x"))
+    assert not [to for to, message in sent if isinstance(message, Noted)], "nor of what follows"
+    runs.came(other, 3, structs.replace(hello(0), token="another"))
+    assert len(sent) > told and sent[-1][0] == 3
+    while waiting:
+        work, done = waiting.pop(0)
+        work()
+        done(None)
+    kinds = [type(message) for to, message in sent if to == 1]
+    assert kinds[-2:] == [Welcome, Noted] and file.written
