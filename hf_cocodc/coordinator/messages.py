@@ -66,14 +66,14 @@ class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grace_is_auto: bool = False
 
 
-class Message(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+class ControlMessage(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
     """Whatever is sent by itself."""
 
 
 # ---- from regions -------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(ControlMessage, frozen=True, kw_only=True):
     """A new process of a region.
 
     Attributes:
@@ -116,7 +116,7 @@ class Decision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     done: Whole
 
 
-class Decided(Message, frozen=True, kw_only=True):
+class Decided(ControlMessage, frozen=True, kw_only=True):
     """A decision counts. `whys` has the reason for the loss of each of `decision.lost`, in words."""
 
     generation: Generation
@@ -124,7 +124,7 @@ class Decided(Message, frozen=True, kw_only=True):
     whys: Several[Text] = ()
 
 
-class Back(Message, frozen=True, kw_only=True):
+class Back(ControlMessage, frozen=True, kw_only=True):
     """A process that was connected before: its connection or the coordinator had gone.
 
     Attributes:
@@ -141,7 +141,7 @@ class Back(Message, frozen=True, kw_only=True):
     changes: Whole
 
 
-class Beat(Message, frozen=True, kw_only=True):
+class Beat(ControlMessage, frozen=True, kw_only=True):
     """A heartbeat, about every second.
 
     Attributes:
@@ -172,7 +172,7 @@ class Beat(Message, frozen=True, kw_only=True):
     max_steps: Whole = 0
 
 
-class Report(Message, frozen=True, kw_only=True):
+class Report(ControlMessage, frozen=True, kw_only=True):
     """What a member says about itself when a member is lost. Until the decision it completes no further operation.
 
     Attributes:
@@ -198,51 +198,51 @@ class Report(Message, frozen=True, kw_only=True):
         return 0 < self.first <= operation and (self.last is None or operation <= self.last)
 
 
-class Paired(Message, frozen=True, kw_only=True):
+class Paired(ControlMessage, frozen=True, kw_only=True):
     """The connections for transfers with another process are there."""
 
     member: Member
 
 
-class Ways(Message, frozen=True, kw_only=True):
+class Ways(ControlMessage, frozen=True, kw_only=True):
     """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `net.pairs.Pair`)."""
 
     regions: Several[Whole]
     ways: Several[Text]
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class Ready(ControlMessage, frozen=True, kw_only=True):
     """A newcomer is less than one interval behind."""
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class Leave(ControlMessage, frozen=True, kw_only=True):
     """A member wants to leave; it has said so in its trailers."""
 
 
-class Heard(Message, frozen=True, kw_only=True):
+class Heard(ControlMessage, frozen=True, kw_only=True):
     """A region has heard that it is to leave."""
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class Stop(ControlMessage, frozen=True, kw_only=True):
     """A region must stop: all shall, at one step."""
 
     why: Text
 
 
-class Promise(Message, frozen=True, kw_only=True):
+class Promise(ControlMessage, frozen=True, kw_only=True):
     """A region does not pass the inner step `step` before it has the answer to question `number`."""
 
     number: Whole
     step: Whole
 
 
-class Note(Message, frozen=True, kw_only=True):
+class Note(ControlMessage, frozen=True, kw_only=True):
     """Why a region is about to end, in words; others quote it."""
 
     text: Text
 
 
-class Post(Message, frozen=True, kw_only=True):
+class Post(ControlMessage, frozen=True, kw_only=True):
     """A small message to another process of the run."""
 
     to: Member
@@ -250,7 +250,7 @@ class Post(Message, frozen=True, kw_only=True):
     content: dict[str, Any]
 
 
-class Bye(Message, frozen=True, kw_only=True):
+class Bye(ControlMessage, frozen=True, kw_only=True):
     """A region ends: it has "finished", "stopped" (all did), "left" or "failed". `place`: where its model lies, for people."""
 
     how: Text
@@ -261,7 +261,7 @@ class Bye(Message, frozen=True, kw_only=True):
 # ---- from the coordinator -----------------------------------------------------------------------------------------
 
 
-class Waiting(Message, frozen=True, kw_only=True):
+class Waiting(ControlMessage, frozen=True, kw_only=True):
     """A region waits: for regions that have not come (`absent`), or for the reason `why`.
 
     After `Back`: this coordinator does not know the run, or its file is older than the run: it decides nothing for it.
@@ -271,7 +271,7 @@ class Waiting(Message, frozen=True, kw_only=True):
     why: Text = ""
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(ControlMessage, frozen=True, kw_only=True):
     """A region is in a run. `run` is unique to it.
 
     Attributes:
@@ -297,26 +297,26 @@ class Welcome(Message, frozen=True, kw_only=True):
     relay: Whole | None = None
 
 
-class Resumed(Message, frozen=True, kw_only=True):
+class Resumed(ControlMessage, frozen=True, kw_only=True):
     """The coordinator knows a process that has come back."""
 
     generation: Generation
 
 
-class Refuse(Message, frozen=True, kw_only=True):
+class Refuse(ControlMessage, frozen=True, kw_only=True):
     """The coordinator refuses a process, which raises `error`: one of those that `caller.error_of` knows."""
 
     error: Text
     why: Text
 
 
-class Ask(Message, frozen=True, kw_only=True):
+class Ask(ControlMessage, frozen=True, kw_only=True):
     """Freeze, and report: decision `number` on a loss is sought."""
 
     number: Whole
 
 
-class Hears(Message, frozen=True, kw_only=True):
+class Hears(ControlMessage, frozen=True, kw_only=True):
     """Whether the coordinator has a connection to a process. One without may call again.
 
     `cut`: the connection was reset, or nothing came through: that says nothing of the process.
@@ -327,7 +327,7 @@ class Hears(Message, frozen=True, kw_only=True):
     cut: bool = False
 
 
-class Suspect(Message, frozen=True, kw_only=True):
+class Suspect(ControlMessage, frozen=True, kw_only=True):
     """A member for which this one waits in operation `op` seems to be lost; `how`: "silent", "stuck", "late" or "cut"."""
 
     member: Member
@@ -336,38 +336,38 @@ class Suspect(Message, frozen=True, kw_only=True):
     why: Text
 
 
-class Announce(Message, frozen=True, kw_only=True):
+class Announce(ControlMessage, frozen=True, kw_only=True):
     """A change, for everybody."""
 
     generation: Generation
     change: Change
 
 
-class Here(Message, frozen=True, kw_only=True):
+class Here(ControlMessage, frozen=True, kw_only=True):
     """Another process wants to come in: connect to it."""
 
     place: Place
 
 
-class Gone(Message, frozen=True, kw_only=True):
+class Gone(ControlMessage, frozen=True, kw_only=True):
     """A newcomer has gone before it came in."""
 
     member: Member
 
 
-class LeaveNow(Message, frozen=True, kw_only=True):
+class LeaveNow(ControlMessage, frozen=True, kw_only=True):
     """An operator asks this region to leave."""
 
     why: Text
 
 
-class AskStop(Message, frozen=True, kw_only=True):
+class AskStop(ControlMessage, frozen=True, kw_only=True):
     """Promise an inner step: see `Promise`."""
 
     number: Whole
 
 
-class StopAt(Message, frozen=True, kw_only=True):
+class StopAt(ControlMessage, frozen=True, kw_only=True):
     """The answer to question `number`: all stop at inner step `step`; nobody, if it is 0. `whys`: why each region must stop."""
 
     number: Whole
@@ -375,14 +375,14 @@ class StopAt(Message, frozen=True, kw_only=True):
     whys: dict[str, Any] = {}
 
 
-class Noted(Message, frozen=True, kw_only=True):
+class Noted(ControlMessage, frozen=True, kw_only=True):
     """The note of another region."""
 
     region: Whole
     text: Text
 
 
-class Posted(Message, frozen=True, kw_only=True):
+class Posted(ControlMessage, frozen=True, kw_only=True):
     """A message of another process."""
 
     sender: Member
@@ -390,7 +390,7 @@ class Posted(Message, frozen=True, kw_only=True):
     content: dict[str, Any]
 
 
-class Over(Message, frozen=True, kw_only=True):
+class Over(ControlMessage, frozen=True, kw_only=True):
     """The run has ended, or all regions have stopped; for newcomers. See `Bye`."""
 
     how: Text
@@ -398,28 +398,28 @@ class Over(Message, frozen=True, kw_only=True):
     place: Text
 
 
-class Alive(Message, frozen=True, kw_only=True):
+class Alive(ControlMessage, frozen=True, kw_only=True):
     """The coordinator lives; about every second."""
 
 
 # ---- from commands, and the answers -------------------------------------------------------------------------------
 
 
-class AskLeave(Message, frozen=True, kw_only=True):
+class AskLeave(ControlMessage, frozen=True, kw_only=True):
     """`hf-cocodc leave`; answered with `Done` once the region has heard it."""
 
     region: Whole
 
 
-class Claim(Message, frozen=True, kw_only=True):
+class Claim(ControlMessage, frozen=True, kw_only=True):
     """The lowest free number, for as long as this connection lives; answered with `Claimed` or `Refuse`."""
 
 
-class Claimed(Message, frozen=True, kw_only=True):
+class Claimed(ControlMessage, frozen=True, kw_only=True):
     region: Whole
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(ControlMessage, frozen=True, kw_only=True):
     """What was asked is done."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..coordinator.client import Client
-from ..coordinator.messages import AnyMessage, Back, Beat, Bye, Message, Real, Welcome, from_line
+from ..coordinator.messages import AnyMessage, Back, Beat, Bye, ControlMessage, Real, Welcome, from_line
 from ..errors import LinkError
 from ..net.channel import line_of
 from .group import RegionGroup
@@ -45,13 +45,13 @@ _END_S = 2.0
 _LONGEST_GREETING = 200
 
 
-class _SinceHeard(Message, frozen=True):
+class _SinceHeard(ControlMessage, frozen=True):
     """The coordinator has said something so many seconds ago."""
 
     seconds: Real
 
 
-class _Away(Message, frozen=True):
+class _Away(ControlMessage, frozen=True):
     """The connection to the coordinator has gone."""
 
 

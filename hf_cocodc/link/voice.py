@@ -21,8 +21,8 @@ from msgspec import structs
 from ..coordinator.messages import (
     Ask,
     Beat,
+    ControlMessage,
     Decided,
-    Message,
     Note,
     Paired,
     Post,
@@ -37,7 +37,7 @@ from ..net.letters import Member
 LEADER = 0
 
 
-class Holds(Message, frozen=True, kw_only=True):
+class Holds(ControlMessage, frozen=True, kw_only=True):
     """A rank holds the result of an attempt, and knows that all regions do in its lane. Within a region only.
 
     `alone`: the leaders of all regions make this call, and no other rank.
@@ -48,7 +48,7 @@ class Holds(Message, frozen=True, kw_only=True):
     alone: bool = False
 
 
-class AllHold(Message, frozen=True, kw_only=True):
+class AllHold(ControlMessage, frozen=True, kw_only=True):
     """All ranks of all parties hold the result of an attempt: it is complete. Within a region only."""
 
     number: Whole
