@@ -21,7 +21,7 @@ from ..errors import (
     RunOver,
     short,
 )
-from ..net.addresses import is_loopback, resolve
+from ..net.addresses import Unreachable, is_loopback, resolve
 from ..net.channel import Channel, line_of, object_of
 from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
@@ -86,7 +86,7 @@ class CoordinatorConnection:
         look: called several times a second meanwhile; what it raises goes to the caller.
 
     Raises:
-        InputError: the host name is unknown.
+        Unreachable: the host name is unknown, or no way leads there.
         MeetingError: nobody answers; MeetingRefused if what answers has another secret, another version, or is no coordinator.
     """
 
@@ -106,8 +106,10 @@ class CoordinatorConnection:
             try:
                 self.channel = self._connect(patience)
                 break
-            except _TryAgain as error:
+            except (_TryAgain, Unreachable) as error:
                 if wait_s > patience.left_s:
+                    if isinstance(error, Unreachable):
+                        raise
                     raise self._nobody(host.strip("[]"), port, str(error)) from error
             self._pause(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)

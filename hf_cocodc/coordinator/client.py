@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
+from ..net.addresses import Unreachable
 from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.large import SIZES, SWALLOWED
@@ -22,6 +23,7 @@ from .caller import (
     LONGEST_WAIT_S,
     ConnectionEnded,
     CoordinatorConnection,
+    NobodyAnswers,
     error_of,
 )
 from .messages import (
@@ -150,47 +152,70 @@ class Client:
         Raises:
             CocodcError: the error that the coordinator's refusal names.
             RegionLostError: regions have not come within `wait_s`.
-            MeetingError: there is no run to join; or the coordinator cannot be reached, or fails.
+            MeetingError: there is no run to join; or the coordinator has not been reached for so long, or has failed.
+            MeetingRefused: what answers is no coordinator of this run.
         """
-        connection: CoordinatorConnection | None = None
+        until = time.monotonic() + wait_s
         try:
-            connection = CoordinatorConnection(
-                self._address, self._run, "region", self._keys, min(wait_s, CONNECT_S), look
-            )
-            connection.send(hello)
-            self.welcome = self._await_welcome(connection, hello, wait_s, waiting, look)
+            while True:
+                left_s = max(until - time.monotonic(), 0.0)
+                connection: CoordinatorConnection | None = None
+                try:
+                    connection = CoordinatorConnection(
+                        self._address, self._run, "region", self._keys, min(left_s, CONNECT_S), look
+                    )
+                    connection.send(hello)
+                    self.welcome = self._await_welcome(connection, hello, wait_s, until, waiting, look)
+                    break
+                except (NobodyAnswers, Unreachable, ConnectionEnded) as error:  # what may pass is waited for
+                    if connection is not None:
+                        connection.channel.close()
+                    if time.monotonic() + LONGEST_WAIT_S > until:
+                        raise self._not_reached(hello, wait_s, error) from error
+                    waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
+                    self._pause(look)
+                except BaseException:
+                    if connection is not None:
+                        connection.channel.close()
+                    raise
         except BaseException:
-            if connection is not None:
-                connection.channel.close()
             self.close()
             raise
         self.me = self.welcome.me
         self._connection, self.is_connected = connection, True
         return self.welcome
 
+    def _pause(self, look: Callable[[], None]) -> None:
+        until = time.monotonic() + FIRST_WAIT_S
+        while time.monotonic() < until:
+            look()
+            time.sleep(_LOOK_S / 2)
+
+    def _not_reached(self, hello: Hello, wait_s: float, error: CocodcError) -> MeetingError:
+        return MeetingError(
+            f"region {hello.region} of run {self._run!r} has tried for {wait_s:g} s (regions.start_timeout_s) to take part: "
+            f"{str(error).rstrip('.')}. Nothing was trained."
+        )
+
     def _await_welcome(
         self,
         connection: CoordinatorConnection,
         hello: Hello,
         wait_s: float,
+        until: float,
         waiting: Callable[[Waiting], None],
         look: Callable[[], None],
     ) -> Welcome:
-        until = time.monotonic() + wait_s
-        last, hints = Waiting(), [""]
+        last = Waiting()
         began = heard_at = time.monotonic()
         while time.monotonic() < until:
             look()
-            try:
-                message = connection.receive(min(_LOOK_S, max(until - time.monotonic(), 0.0)))
-            except LinkError as error:
-                raise MeetingError(f"{error}, before the regions had met. Nothing was trained.") from error
+            message = connection.receive(min(_LOOK_S, max(until - time.monotonic(), 0.0)))
             if message is not None:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > 2 * SILENT_S:
-                raise MeetingError(
-                    f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s, before the regions had met. "
-                    "Nothing was trained. hf-cocodc doctor looks at the way."
+                raise ConnectionEnded(
+                    f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s: try hf-cocodc doctor"
                 )
             if (
                 isinstance(message, Alive)
@@ -210,12 +235,10 @@ class Client:
                     raise error_of(message)
                 case Waiting():
                     last = message
-                    if message.why not in hints:
-                        hints.append(message.why)
                     waiting(message)
-        raise self._not_met(hello, wait_s, last, hints)
+        raise self._not_met(hello, wait_s, last)
 
-    def _not_met(self, hello: Hello, wait_s: float, last: Waiting, hints: list[str]) -> CocodcError:
+    def _not_met(self, hello: Hello, wait_s: float, last: Waiting) -> CocodcError:
         """The error of a region that has waited for `wait_s`."""
         if hello.join or not last.absent:
             return MeetingError(
@@ -227,7 +250,7 @@ class Client:
             last.absent[0],
             f"{names} did not arrive within {wait_s:g} s (regions.start_timeout_s). Region {hello.region} of "
             f"{hello.terms.count} of run {self._run!r} is waiting at the coordinator {self._address}. Start every missing region "
-            "with the same recipe and coordinator, or raise regions.start_timeout_s." + " ".join(hints),
+            f"with the same recipe and coordinator, or raise regions.start_timeout_s.{f' {last.why}' if last.why else ''}",
         )
 
     def start(

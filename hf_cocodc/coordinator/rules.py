@@ -338,7 +338,9 @@ class _Work:
     def came(self, who: int, message: FromRegion | FromCommand) -> None:
         match message:
             case Hello():
-                self.change(hellos={**self.state.hellos, who: message})
+                # a process may call again before the end of its first connection is known
+                others = {w: hello for w, hello in self.state.hellos.items() if hello.token != message.token}
+                self.change(hellos={**others, who: message})
             case Back():
                 self.back(who, message)
             case Claim() | AskLeave():

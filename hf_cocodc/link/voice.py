@@ -55,7 +55,7 @@ class AllHold(ControlMessage, frozen=True, kw_only=True):
     losses: Whole
 
 
-class RankEnded(Message, frozen=True, kw_only=True):
+class RankEnded(ControlMessage, frozen=True, kw_only=True):
     """Another rank has ended without a word, or in an error. Within a region only."""
 
     why: Text

@@ -7,26 +7,35 @@ from typing import Any
 
 import psutil
 
-from ..errors import InputError
+from ..errors import InputError, MeetingError
+
+
+class Unreachable(MeetingError, InputError):
+    """The coordinator's host has no address, or no way leads there. This may pass: a name server may be away."""
+
+    exit_code = 1
 
 
 def own_address(address_there: str, interface: str | None) -> str:
     """The address of `interface`, IPv4 if it has one; without an interface, the address from which this machine reaches the
     coordinator.
 
-    Raises InputError if the interface does not exist or has no address that others reach, or if the coordinator's host has none.
+    Raises InputError if the interface does not exist or has no address that others reach; Unreachable if the
+    coordinator has none.
     """
     if interface is None:
-        family, kind, _, _, there = resolve(address_there, socket.SOCK_DGRAM)[0]
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.connect(there)  # a datagram socket only picks a route and sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise InputError(
-                f"no way leads from this machine to the coordinator at {address_there} ({error.strerror}). Look at its network, "
-                "or correct regions.coordinator."
-            ) from error
+        why: str | None = "it has no address"
+        for family, kind, _, _, there in resolve(address_there, socket.SOCK_DGRAM):
+            try:
+                with socket.socket(family, kind) as probe:
+                    probe.connect(there)  # a datagram socket only picks a route and sends nothing
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                why = error.strerror
+        raise Unreachable(
+            f"no way leads from this machine to the coordinator at {address_there} ({why}). Look at its network, or correct "
+            "regions.coordinator."
+        )
     known = {name: usable for name, each in psutil.net_if_addrs().items() if (usable := _reached(each))}
     if interface not in known:
         exists = interface in psutil.net_if_addrs()
@@ -50,24 +59,35 @@ def _reached(addresses: list[Any]) -> list[str]:
 
 
 def resolve(address: str, kind: socket.SocketKind) -> list[Any]:
-    """What `socket.getaddrinfo` says of the coordinator's HOST:PORT. Raises InputError if the host has no address."""
+    """What `socket.getaddrinfo` says of the coordinator's HOST:PORT. Raises Unreachable if the host has no address."""
     host, _, port = address.rpartition(":")
     try:
         return socket.getaddrinfo(host.strip("[]"), int(port), type=kind)
     except (socket.gaierror, UnicodeError) as error:
-        raise InputError(
+        raise Unreachable(
             f"the coordinator's host {host.strip('[]')!r} has no address ({getattr(error, 'strerror', error)}). Correct "
             f"regions.coordinator={address!r}."
         ) from error
 
 
 def listen_at(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """A socket that listens: on one address, or with an empty host on all, IPv4 and IPv6. Raises OSError if that fails."""
+    """A socket that listens: on the first address of a host at which it can; if it is empty or "::", on all, IPv4 and IPv6.
+
+    Raises OSError if that fails.
+    """
     if port > 65_535:
         raise OSError(errno.EINVAL, "no machine has a port above 65535")
-    both = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
+    if host in ("", "::") and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
+    for family, _, _, _, where in socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        try:
+            return socket.create_server(where[:2], family=family, backlog=backlog)
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def named(host: str, port: int) -> str:

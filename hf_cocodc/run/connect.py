@@ -39,7 +39,6 @@ from ..link.stopping import StopAgreement
 from ..link.tcp import TcpLink
 from ..link.voice import LEADER
 from ..link.within import ranks_of_region
-from ..net.addresses import own_address
 from ..net.pacing import congestion_of
 from ..parts.tensors.flat import contents, digests
 from ..resolve import settings
@@ -47,7 +46,16 @@ from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
 from ..status import tell
 from .about import About
-from .session import RegionContext, RegionSession, announce, keep, keep_lane, lane_of, session_of
+from .session import (
+    RegionContext,
+    RegionSession,
+    announce,
+    keep,
+    keep_lane,
+    lane_of,
+    own_address_of,
+    session_of,
+)
 from .supported import is_sharded, lanes_of, refuse_fixed, refuse_uneven
 
 logger = logging.getLogger(__name__)
@@ -234,7 +242,7 @@ def connect(
             regions=regions,
             name=name,
             compared=compared,
-            host=own_address(regions.coordinator, regions.interface),
+            host=own_address_of(regions, name),
             keys=keys,
             largest_base=largest_base(model),
             num_lanes=num_lanes,

@@ -40,6 +40,7 @@ from ..link.base import Link
 from ..link.log import Marker
 from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
+from ..net.addresses import Unreachable, own_address
 from ..net.keys import Keys
 from ..net.letters import Member
 from ..net.pairs import STREAMS
@@ -115,6 +116,25 @@ class WaitingWords:
             "region %d has waited %.0f s%s (%s). It waits %.0f s more (regions.start_timeout_s).",
             *(self._region, waited_s, what, self._where, max(self._wait_s - waited_s, 0.0)),
         )
+
+
+def own_address_of(regions: RegionConfig, run: str) -> str:
+    """The address at which the others reach this machine. Raises like `own_address`.
+
+    It waits for the name of the coordinator, and for a way there, as long as regions wait for each other.
+    """
+    assert regions.coordinator is not None and regions.region is not None
+    wait_s = regions.start_timeout_s
+    words, until = WaitingWords(regions.region, run, regions.coordinator, wait_s), time.monotonic() + wait_s
+    while True:
+        try:
+            return own_address(regions.coordinator, regions.interface)
+        except Unreachable as error:
+            if time.monotonic() > until:
+                raise
+            words.news = Waiting(why=f"{error} It tries again.")
+            words.look()
+            time.sleep(min(_POLL_S, wait_s))
 
 
 def announce(message: str, *args: object) -> None:

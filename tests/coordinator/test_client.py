@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -14,12 +15,12 @@ from hf_cocodc.coordinator import client as client_module
 from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Bye, Post, Posted, Refuse, Resumed, Waiting
-from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.errors import InputError, MeetingError
+from hf_cocodc.coordinator.server import Served, serve_in_thread
+from hf_cocodc.errors import InputError, MeetingError, MeetingRefused
 from hf_cocodc.net.addresses import free_port, own_address
 
 from ..net.swallowing import Swallowing
-from .regions import Region, hello, meet, part, try_to_meet, wait_until
+from .regions import OTHER, SECRET, Region, hello, meet, part, try_to_meet, wait_until
 
 
 def test_nobody_answers() -> None:
@@ -28,9 +29,10 @@ def test_nobody_answers() -> None:
         status(address, None, timeout_s=0.5)
 
 
-def test_an_unknown_host_is_an_input_error() -> None:
-    with pytest.raises(InputError, match=r"host 'nowhere\.invalid' has no address"):
-        status("nowhere.invalid:29650", None)
+def test_an_unknown_host() -> None:
+    with pytest.raises(MeetingError, match=r"host 'nowhere\.invalid' has no address") as failure:
+        status("nowhere.invalid:29650", None, timeout_s=0.3)
+    assert failure.value.exit_code == 1, "a name server may know it later"
 
 
 def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,7 @@ def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatch: pyt
 
 def test_a_region_names_a_coordinator_that_has_no_address() -> None:
     """A plain loop asks for the way there before it calls it."""
-    with pytest.raises(InputError, match=r"host 'nowhere\.invalid' has no address"):
+    with pytest.raises(MeetingError, match=r"host 'nowhere\.invalid' has no address"):
         own_address("nowhere.invalid:29650", None)
 
 
@@ -118,7 +120,7 @@ def test_a_signal_ends_the_meeting() -> None:
     client.close()
 
 
-def test_the_coordinator_fails_before_regions_have_met() -> None:
+def test_a_coordinator_that_stays_away_before_regions_have_met() -> None:
     served = serve_in_thread()
     client = Client(served.address, "run")
     heard: list[Waiting] = []
@@ -127,9 +129,9 @@ def test_the_coordinator_fails_before_regions_have_met() -> None:
         heard.append(news)
         served.close()
 
-    with pytest.raises(MeetingError, match="Nothing was trained"):
-        client.meet(hello(0), 30.0, waiting=waiting)
-    assert heard == [Waiting(absent=(1,))]
+    with pytest.raises(MeetingError, match=r"tried for 2.5 s .*no coordinator answers.*Nothing was trained"):
+        client.meet(hello(0), 2.5, waiting=waiting)
+    assert heard[0] == Waiting(absent=(1,)) and "It tries again" in heard[1].why
     client.close()
 
 
@@ -152,6 +154,61 @@ def test_a_region_hears_that_large_packets_may_vanish(monkeypatch: pytest.Monkey
         client.meet(hello(0, large="x" * 4096), 30.0, waiting=waiting)
     for each in (way, served):
         each.close()
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_region_that_waits_survives_the_death_of_the_coordinator(joins: bool) -> None:
+    """It waits at the next one."""
+    served = serve_in_thread()
+    client, heard = Client(served.address, "run"), []
+    restarted: list[Served] = []
+
+    def waiting(news: Waiting) -> None:
+        heard.append(news)
+        if len(heard) == 1:
+            served.close()
+        elif not restarted:
+            restarted.append(serve_in_thread(port=served.port))
+            thread.start()
+
+    def others() -> None:
+        regions = (0, 1) if joins else (1,)
+        found.extend(meet(served.address, *(hello(each, elastic=True) for each in regions)))
+
+    found: list[Region] = []
+    thread = threading.Thread(target=others)
+    welcome = client.meet(hello(2 if joins else 0, elastic=True, join=joins), 20.0, waiting=waiting)
+    assert welcome.joins == joins
+    thread.join()
+    client.close()
+    part(*found)
+    restarted[0].close()
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, asked = serve_in_thread(), []
+    known = caller.resolve
+
+    def resolve(address: str, kind: socket.SocketKind) -> list[Any]:
+        asked.append(address)
+        return known("nowhere.invalid:1" if len(asked) < 3 else address, kind)
+
+    monkeypatch.setattr(caller, "resolve", resolve)
+    client = Client(served.address, "run")
+    client.meet(hello(0, count=1), 10.0)
+    assert len(asked) == 3
+    client.close()
+    served.close()
+
+
+def test_a_refusal_is_not_waited_out() -> None:
+    served = serve_in_thread(secrets=[SECRET])
+    client = Client(served.address, "run", OTHER)
+    began = time.monotonic()
+    with pytest.raises(MeetingRefused, match="another secret"):
+        client.meet(hello(0), 60.0)
+    assert time.monotonic() - began < 30.0
+    served.close()
 
 
 def test_a_joiner_waits_for_a_run_and_says_that_there_is_none() -> None:

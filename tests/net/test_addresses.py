@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.net import addresses
 from hf_cocodc.net.addresses import own_address
 
 
@@ -40,3 +41,26 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_address_of_a_real_interface() -> None:
     assert own_address("coordinator:29650", "lo") == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["", "::"])
+def test_who_listens_everywhere_takes_both_families(host: str) -> None:
+    with addresses.listen_at(host, 0) as listener:
+        for there in ("127.0.0.1", "::1"):
+            socket.create_connection((there, listener.getsockname()[1]), 5.0).close()
+
+
+def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have an address first that this machine has not, or to which no way leads."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        places = [("203.0.113.1", 0), ("127.0.0.1", 0)]
+        known = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: known)
+        with addresses.listen_at("many.example", 0) as listener:
+            assert listener.getsockname()[0] == "127.0.0.1"
+        known[:] = [
+            (99, socket.SOCK_DGRAM, 0, "", ("::1", 1)),
+            (socket.AF_INET, socket.SOCK_DGRAM, 0, "", other.getsockname()),
+        ]
+        assert addresses.own_address("many.example:1", None) == "127.0.0.1"
