@@ -541,6 +541,9 @@ class TcpLink:
                 self._has_moved = True
                 lost = [each for each in before.members if each.ticket in self._part.lost]
                 self._tell_epoch(self._lost_in_words(lost))
+                logger.info(
+                    "if the process of a lost region lives, it comes back by itself; if not, start its command again"
+                )
             self._changed.notify_all()
         return admitted
 
