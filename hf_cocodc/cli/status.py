@@ -150,7 +150,8 @@ def _of_member(member: dict[str, Any]) -> str:
 
 def _of_lost(lost: dict[str, Any]) -> str:
     at = "" if lost["step"] is None else f" at step {lost['step']}"
-    return f"{_label(lost['region'])}lost{at}, {lost['since_s']:.0f} s ago: {lost['why']}"
+    why = lost["why"].partition(". ")[0].rstrip(".")  # without the way out, which is for its own command
+    return f"{_label(lost['region'])}lost{at}, {lost['since_s']:.0f} s ago: {why}"
 
 
 def _waiting(state: dict[str, Any]) -> list[str]:

@@ -80,7 +80,7 @@ def test_status_shows_lag_waits_and_donors() -> None:
 
 def test_status_shows_who_is_lost() -> None:
     """Since when, where it was, and why; where it died before it said so, without its step."""
-    lost = {"region": 3, "step": 120, "since_s": 340.2, "why": "its process has died"}
+    lost = {"region": 3, "step": 120, "since_s": 340.2, "why": "its process has died. Start it again."}
     shown = lines({**RUN, "lost": [lost, {**lost, "region": 4, "step": None}]})
     assert shown[-2:] == [
         "region 3    lost at step 120, 340 s ago: its process has died",
