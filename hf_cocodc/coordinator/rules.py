@@ -240,10 +240,13 @@ class Run:
 
     @property
     def has_majority(self) -> bool:
-        """Whether most of the electors have called; of just half of them, the lowest must be one.
+        """Whether most of the electors have called; of just half of them, the lowest must be one. Or all others have died: new
+        processes of their regions are there.
 
         Who calls a coordinator heeds no other one with a copy of its file. So at most one of them decides.
         """
+        if self.uncalled <= self.missed.keys():
+            return True
         called = [each for each in self.electors if each not in self.uncalled]
         return 2 * len(called) > len(self.electors) or (
             2 * len(called) == len(self.electors) and called[:1] == [*self.electors[:1]]
@@ -611,8 +614,10 @@ class _Work:
         for other in self.state.expected if report.lost else ():
             at = self.state.seat_of(other)
             has_come = at is not None and self.state.seats[at].beat.op >= seat.beat.op
-            doubt = None if has_come or other == seat.member else self.doubt(seat, other)
-            if doubt is not None and other not in report.lost:
+            if has_come or other in {seat.member, *report.lost, *self.state.uncalled}:
+                continue
+            doubt = self.doubt(seat, other)
+            if doubt is not None:
                 found[other] = doubt[1]
         return found
 
@@ -656,12 +661,12 @@ class _Work:
         """Until when a loss waits for the report of a member. A killed process costs nothing: its connection has ended."""
         state, terms, at = self.state, self.state.terms, self.state.seat_of(member)
         asked_at = state.asked_at or 0.0
+        if member in state.missed:
+            return 0.0
         if member in state.uncalled:
             return state.away.get(member, 0.0) + CALL_S
         if at is None:
             return 0.0 if is_missed else max(asked_at, state.away.get(member, 0.0)) + RETURN_S
-        if member in state.missed:
-            return 0.0
         seat = state.seats[at]
         patience_s = terms.timeout_s
         if terms.grace_s is not None:
@@ -746,7 +751,7 @@ class _Work:
             patience_s = CALL_S if held in state.uncalled else RETURN_S
             has_gone = self.now - state.away.get(held, self.now) >= patience_s
             if has_gone and held in state.members and held not in state.missed:
-                self.change(missed={**state.missed, held: why}, uncalled=state.uncalled - {held})
+                self.change(missed={**state.missed, held: why})
                 self.ask()
             self.wait(
                 who, f"the others do not know yet that the earlier process of region {hello.region} has gone"
@@ -994,8 +999,9 @@ class _Work:
         state = self.state
         hellos = {region: state.hellos[who] for region, who in sorted(here.items())}
         members = tuple(Member(region, state.tickets + 1 + place) for place, region in enumerate(hellos))
-        for who in state.seats:
-            self.send(who, Refuse(error="RunOver", why=f"run {state.name!r} has been begun anew."))
+        why = f"run {state.name!r} has been begun anew."
+        for who in state.seats:  # where the last run has ended, its regions may still be about to
+            self.send(who, Refuse(error="RunOver", why=why) if state.trains else Waiting(why=why))
         name = _digest(*(hello.token for hello in hellos.values()))
         self.state = replace(
             Run(name=state.name, claims=state.claims),

@@ -46,13 +46,14 @@ class Process(Shell):
     Attributes:
         how: how it has ended: a word of `Bye`, "over" or "killed"; None while it runs.
         why: the reason, in words.
-        is_well: whether no fault has concerned it.
+        is_well: whether no fault has concerned it; `disturbed_until`: until when the last one has.
         takes_part: whether this is a member, or was one when it failed.
     """
 
     def __init__(self, world: "World", region: int, join: bool, run: str = "run") -> None:
         super().__init__(world, region, run)
         self.join, self.why, self.is_well, self.times_kept_out = join, "", True, 0
+        self.disturbed_until = 0.0
         self.step, self.number = 0, world.next_number()
         # a newcomer's own weights differ from everybody's: they must never reach a mean
         self.values = [self.number if join else 0] * world.plan.fragments
@@ -174,6 +175,7 @@ class Process(Shell):
                 "over" if self.refused.error in ("RunOver", "RunFinished") else "failed", self.refused.why
             )
         if self.welcome is None:
+            self.world.not_met(self)
             raise Finished("failed", "it has not met the others")
         self.enter(self.welcome)
         others = [place.member for place in self.welcome.members if place.member != self.me]

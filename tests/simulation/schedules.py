@@ -30,6 +30,7 @@ _KINDS = (
         "freeze_coordinator",
         "second_coordinator",
         "twins",
+        "crash",
         "flap",
         "stop",
     ),
@@ -114,6 +115,10 @@ def random_fault(draw: random.Random, regions: int, first_s: float, last_s: floa
             return [Fault(at, "start", new, way=1)]
         case "kill" | "leave" | "stop":
             return [Fault(at, kind, region)]
+        case "crash":
+            return [Fault(at, kind, seconds=seconds)]
+        case "kill_coordinator":  # most keep their file
+            return [Fault(at, kind, seconds=seconds, way=draw.choice((0, 0, 0, 0, 1, 2)))]
         case _:
             return [Fault(at, kind, region, other, seconds, way)]
 

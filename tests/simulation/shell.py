@@ -102,6 +102,7 @@ class Shell(Actor):
         self.connection: Connection | None = None
         self.welcome: Welcome | None = None
         self.refused: Refuse | None = None
+        self.told: Waiting | None = None
         self.is_member_of = ""
         self.has_started = False
         self.failure: Exception | None = None
@@ -395,7 +396,7 @@ class Shell(Actor):
                 case Refuse():
                     self.refused = message
                 case Waiting():
-                    pass
+                    self.told = message
                 case _:
                     self._before_start.append(message)
             return

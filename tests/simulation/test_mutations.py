@@ -49,7 +49,7 @@ MUTATIONS: list[tuple[str, ModuleType, str, str, str]] = [
     ("what somebody has completed is void", verdict, "settle",
      "done = max(completed,", "done = min(completed,"),
     ("the first report decides", coordinator, "_Work",
-     "if self.now - max(state.asked_at, since) < patience_s:\n                return", "if self.now - max(state.asked_at, since) < patience_s:\n                break"),
+     "if self.now < self.waits_until(member, member in missed):\n                return", "if self.now < self.waits_until(member, member in missed):\n                break"),
     ("a loss that is decided stays open", coordinator, "_Work",
      "missed={},\n            asked_at=None,", "missed={},"),
     ("a stop is answered before all have promised", coordinator, "_Work",

@@ -5,18 +5,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_cocodc.coordinator.messages import Terms
+from hf_cocodc.coordinator.messages import Decision, Terms
 from hf_cocodc.coordinator.rules import Run
 from hf_cocodc.net.letters import Member
 
 from .checks import Checks, Violation
 from .coordinating import COORDINATOR, Coordinator
 from .network import Actor, Connection, Network
-from .process import Process
+from .process import START_S, Process
 from .shell import Shell
 
 PAIR_S = 8.0
 """Seconds for which two processes try to connect."""
+CALM_S = 25.0
+"""Seconds after which nothing of a fault is to be noticed any more: a time-out, and the patience with those who call late."""
 AFTER_S = 30.0
 """Seconds after the last fault from which on nobody is kept out again and again."""
 BOUND_S = 300.0
@@ -34,7 +36,7 @@ class Fault(NamedTuple):
         region, other: which; -1 for none, and for the coordinator as `other`.
         seconds: for how long.
         way: for cuts: 0 both ways, 1 from `region` to `other` only, 2 the other way only; for processes: 1 to join;
-            for coordinators: 1 without the file.
+            for coordinators: 1 without the file, 2 with a copy of it from the moment of the fault before this one.
     """
 
     at: float
@@ -80,8 +82,7 @@ class Plan:
     def loses_file(self) -> bool:
         """Whether a coordinator is started without the file, or several with copies: it may decide nothing for some members."""
         return any(
-            each.kind in ("second_coordinator", "twins")
-            or (each.kind == "kill_coordinator" and each.way == 1)
+            each.kind in ("second_coordinator", "twins") or (each.kind == "kill_coordinator" and each.way)
             for each in self.faults
         )
 
@@ -111,6 +112,7 @@ class World:
         self.checks = Checks()
         self._number = 0
         self.file: dict[str, Run] = {}
+        self.old_file: dict[str, Run] = {}
         self.coordinators: list[Coordinator] = []
         self.processes: list[Process] = []
         self._meeting: dict[tuple[Any, ...], dict[Member, Shell]] = {}
@@ -252,14 +254,16 @@ class World:
     def _heard(self, name: str, before: Run, after: Run, effects: tuple[Any, ...]) -> None:
         if self._say is not None and after.losses != before.losses and after.decisions:
             self.tell(COORDINATOR, f"decides {after.decisions[-1].decision}")
+        if after.losses > before.losses:
+            self._look_at_lost(after.decisions[-1].decision)
         if self._say is not None and after.changes > before.changes:
             self.tell(COORDINATOR, f"announces {after.announced[-1:]}")
 
-    def restart_coordinator(self, has_file: bool, copies: int = 0) -> None:
-        """Kill all coordinators and start one, and more with copies of its file."""
+    def restart_coordinator(self, way: int = 0, copies: int = 0) -> None:
+        """Kill all coordinators and start one, and more with copies of its file. `way`: see `Fault`."""
         for each in self.coordinators:
             each.kill()
-        self.file = self.file if has_file else {}
+        self.file = (self.file, {}, self.old_file)[way]
         files = [self.file, *(dict(self.file) for _ in range(copies))]
         for file in files:
             self._starts_coordinator(file)
@@ -268,6 +272,30 @@ class World:
         """A coordinator that answers a process."""
         answering = [each for each in self.coordinators if self.network.reaches(process, each)]
         return self.network.random.choice(answering) if answering else None
+
+    def _look_at_lost(self, decision: Decision) -> None:
+        """A member that is well, and that all who go on reach, stays a member."""
+        if self.plan.grace_s is not None or self.plan.loses_file:
+            return
+        on = [process for process in map(self.process_of, decision.members) if process is not None]
+        for lost in filter(None, map(self.process_of, decision.lost)):
+            # what a fault has done may be noticed a time-out later
+            is_calm = all(self.network.now - each.disturbed_until > CALM_S for each in (lost, *on))
+            if is_calm and lost.takes_part and all(self.network.reaches(lost, each) for each in on):
+                raise Violation(f"{lost.me} is lost, and all of {decision.members} reach it")
+
+    def not_met(self, process: Process) -> None:
+        """A process has waited for `START_S` to take part. It knows why, or the others are not there."""
+        if self.network.now - self.last_fault_at < START_S + CALM_S or self.plan.loses_file:
+            return
+        here = {each.region for each in self.processes if each.how is None and not each.join}
+        absent = None if process.told is None else set(process.told.absent)
+        if absent is None or not (absent - here or process.told.why):  # type: ignore[union-attr]
+            raise Violation(f"region {process.region} does not begin, and hears {process.told}")
+        if not process.join and here >= set(range(self.plan.regions)):
+            training = [each for each in self.processes if each.how is None and each.takes_part]
+            if not training:
+                raise Violation(f"region {process.region} does not begin, and all are there: {process.told}")
 
     def _shown(self, process: Process) -> str:
         part = getattr(process, "part", None)
@@ -282,12 +310,28 @@ class Faults:
 
     def happen(self, fault: Fault) -> None:
         self._world.tell("FAULT", f"{fault}")
+        old = dict(self._world.file)
         getattr(self, fault.kind)(fault)
+        self._world.old_file = old
+
+    def _disturb(self, processes: Iterable[Process], seconds: float) -> None:
+        for process in processes:
+            process.is_well = False
+            process.disturbed_until = max(process.disturbed_until, self._network.now + seconds)
 
     def kill(self, fault: Fault) -> None:
         for process in self._world.of_region(fault.region):
             process.is_well = False
             process.kill()
+
+    def crash(self, fault: Fault) -> None:
+        """All processes are killed; the regions with which the run began are started again, `seconds` later."""
+        for process in self._world.processes:
+            process.is_well = False
+            process.kill()
+        self._after(
+            fault, lambda: [self._world.starts(each, False) for each in range(self._world.plan.regions)]
+        )
 
     def start(self, fault: Fault) -> None:
         """A process of a region starts, also if another one runs."""
@@ -295,8 +339,8 @@ class Faults:
 
     def freeze(self, fault: Fault) -> None:
         processes = self._world.of_region(fault.region)
+        self._disturb(processes, fault.seconds)
         for process in processes:
-            process.is_well = False
             process.freeze()
         self._after(fault, partial(_thaw, processes))
 
@@ -315,14 +359,15 @@ class Faults:
         chosen = ways if fault.way == 0 else [ways[fault.way - 1]]
         for way in chosen:
             self._network.cut(*way)
-        for process in (*self._world.of_region(fault.region), *self._world.of_region(fault.other)):
-            process.is_well = False
+        self._disturb(
+            (*self._world.of_region(fault.region), *self._world.of_region(fault.other)), fault.seconds
+        )
         self._after(fault, lambda: self._heal(chosen))
 
     def kill_coordinator(self, fault: Fault) -> None:
         for each in self._world.coordinators:
             each.kill()
-        self._after(fault, lambda: self._world.restart_coordinator(fault.way != 1))
+        self._after(fault, lambda: self._world.restart_coordinator(fault.way))
 
     def freeze_coordinator(self, fault: Fault) -> None:
         frozen = [each for each in self._world.coordinators if each.is_alive]
@@ -349,9 +394,8 @@ class Faults:
 
     def twins(self, fault: Fault) -> None:
         """The coordinator is killed, and two are started with copies of its file; later one of them is killed."""
-        for process in self._world.processes:
-            process.is_well = False
-        self._world.restart_coordinator(True, copies=1)
+        self._disturb(self._world.processes, 0.0)
+        self._world.restart_coordinator(copies=1)
         self._after(fault, partial(_kill, self._world.coordinators[-2:][fault.way % 2 :][:1]))
 
     def _heal(self, ways: list[tuple[Any, Any]]) -> None:
