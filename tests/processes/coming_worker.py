@@ -15,9 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.run.journal import read
-from tests.processes.sharded_worker import shard, whole
+from tests.processes.sharded_worker import ShardedTrainer, shard, whole
 from tests.processes.worker import Tokens
-from tests.toys import batch, llama, params_of
+from tests.toys import batch, llama
 
 METHODS = {
     "diloco": OuterConfig(sync_interval=4),
@@ -107,10 +107,11 @@ def trainer(
     least: int,
     resume: bool = False,
     eval_every: int = 10,
+    is_sharded: bool = False,
     **regions: Any,
 ) -> None:
     """The same with Trainer, which evaluates and saves on its way."""
-    region = int(os.environ["HF_COCODC_REGION"])
+    region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
     home = Path(folder)
     args = TrainingArguments(
         output_dir=str(home / "out"),
@@ -134,9 +135,10 @@ def trainer(
     callback, slow = CoCoDCCallback(METHODS[method], config), Slow(home, region, step_s)
     data = Tokens(64 + 8 * region)
     journal = home / f"region-{region}.jsonl"
-    journal.unlink(missing_ok=True)
-    journal.symlink_to(home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl")
-    made = Trainer(
+    if not rank:
+        journal.unlink(missing_ok=True)
+        journal.symlink_to(home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl")
+    made = (ShardedTrainer if is_sharded else Trainer)(
         model=llama(layers=2),
         args=args,
         train_dataset=data,
@@ -147,7 +149,8 @@ def trainer(
     assert callback.outer is not None
     facts = {"lr": made.lr_scheduler.get_last_lr()[0], "inner_step": made.state.global_step}
     facts |= {"began_at": slow.seen[0], "seen": slow.seen, "best": made.state.best_global_step}
-    torch.save({"weights": params_of(made.model), **facts}, home / f"region-{region}.pt")
+    weights = torch.cat([whole(param).detach().reshape(-1) for param in made.model.parameters()])
+    torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
 
 
 def take_time(home: Path, step_s: float) -> None:

@@ -438,11 +438,15 @@ def check_shards(run: Run, found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["diloco", "streaming"])
-def test_a_sharded_region_that_was_killed_comes_back(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "method"), [(loop, "diloco"), (loop, "streaming"), (trainer, "streaming")], ids=str
+)
+def test_a_sharded_region_that_was_killed_comes_back(
+    body: Callable[..., None], method: str, tmp_path: Path
+) -> None:
     """Two regions of two ranks with FSDP2: one is killed, the other trains on; started again, it comes in, and both end with the
     same bits, in every rank."""
-    run = Run(tmp_path, 2, loop, 60, 0.1, method, 1, ranks=2, is_sharded=True)
+    run = Run(tmp_path, 2, body, 60, 0.1, method, 1, ranks=2, is_sharded=True)
     run.wait_for_step(1, 9)
     run.kill(1)
     run.wait_until_members([0], 0)
@@ -450,3 +454,15 @@ def test_a_sharded_region_that_was_killed_comes_back(method: str, tmp_path: Path
     run.wait_for_join(1)
     check_shards(run, run.results(0, 1))
     assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0], [0, 1]]
+
+
+@pytest.mark.slow
+def test_a_sharded_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> None:
+    """All its ranks together, in the same processes."""
+    run = Run(
+        tmp_path, 2, loop, 250, 0.1, "streaming", 1, ranks=2, is_sharded=True, timeout_s=4.0, grace_s=2.0
+    )
+    run.wait_for_step(1, 9)
+    run.send(1, signal.SIGSTOP)
+    check_shards(run, run.results_once_it_is_back(1))
+    assert len(events(tmp_path, 1, "join")) == 1
