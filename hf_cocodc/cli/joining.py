@@ -6,7 +6,7 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MeetingError, RunOver
+from ..errors import InputError, MeetingError, MeetingRefused, RunOver
 from ..settings import ENV_COORDINATOR
 from ..settings.recipe import Recipe
 from .status import PATIENCE_S, keys_of
@@ -81,10 +81,11 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
     """The number; None while the run does not train, or its coordinator is away."""
     from ..coordinator.caller import ConnectionEnded, CoordinatorConnection, NobodyAnswers, error_of
     from ..coordinator.messages import Claim, Claimed, Refuse
+    from ..net.addresses import Unreachable
 
     try:
         connection = CoordinatorConnection(address, run, "command", keys, timeout_s=PATIENCE_S)
-    except NobodyAnswers:
+    except (NobodyAnswers, Unreachable):
         return None
     try:
         connection.send(Claim())
@@ -123,7 +124,16 @@ def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] 
                 flush=True,
             )
 
-    return next(iter(status(address, keys, name_of(recipe), wait_s, look)), None)
+    while True:
+        left_s = wait_s - (time.monotonic() - began)
+        try:
+            return next(iter(status(address, keys, name_of(recipe), max(left_s, 0.0), look)), None)
+        except MeetingRefused:
+            raise
+        except MeetingError:  # it may have ended while it was asked
+            if left_s < AGAIN_S:
+                raise
+            time.sleep(AGAIN_S)
 
 
 def over(state: dict[str, Any] | None, join: bool) -> str | None:
