@@ -957,10 +957,11 @@ class _Work:
                         self.refuse(each, "HandshakeError", wrong)
                     return
             here[hello.region] = who
+        trains = state.trains and state.alone_since is None
         for who in here.values():
             absent = set(range(state.hellos[who].terms.count)) - here.keys()
-            if absent:
-                self.tell_waiting(who, Waiting(absent=tuple(sorted(absent)), why=self.why_anew()))
+            if absent or trains:
+                self.tell_waiting(who, Waiting(absent=tuple(sorted(absent)), why=self.why_waiting()))
         if not here:
             return
         absent = set(range(state.hellos[here[min(here)]].terms.count)) - here.keys()
@@ -972,21 +973,17 @@ class _Work:
                     "RunOver",
                     f"all members of run {state.name!r} have gone, and are started again. Start region {region} again, too.",
                 )
-        if absent:
-            return
-        if not state.trains or state.alone_since is not None:
+        if not absent and not trains:
             self.begin(here)
-            return
-        for who in here.values():
-            self.wait(
-                who,
-                f"run {state.name!r} trains here already, with other processes of its regions. If these are two runs, give "
-                "each a name of its own (regions.run, --run or HF_COCODC_RUN, equal in its regions); if not, end the others",
-            )
 
-    def why_anew(self) -> str:
-        """How a run has ended, for regions that wait for each other in its place: a supervisor may have started one again."""
-        ended = self.state.ended
+    def why_waiting(self) -> str:
+        """Why regions that wait for each other may do so in vain: a supervisor may have started one of them again."""
+        state, ended = self.state, self.state.ended
+        if state.trains and state.alone_since is None:
+            return (
+                f"run {state.name!r} trains here already, with other processes of its regions. If these are two runs, give "
+                "each a name of its own (regions.run, --run or HF_COCODC_RUN, equal in its regions); if not, end the others"
+            )
         if ended is None:
             return ""
         return (

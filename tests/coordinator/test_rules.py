@@ -155,6 +155,7 @@ def test_a_second_run_of_a_name_does_not_push_out_a_fixed_one_that_trains() -> N
     run = world.state.run
     for who in (3, 4):
         world.do(Came(who, hello(who - 3)))
+        assert isinstance(world.last(who), Waiting) and "trains here already" in world.last(who).why
     assert world.state.run == run
     assert isinstance(world.last(4), Waiting) and "trains here already" in world.last(4).why
     for who in (1, 2):
