@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import shutil
 import signal
@@ -41,8 +40,6 @@ BOUND_S = 90.0
 """After the last mishap everything has ended within so many seconds."""
 STANDS_S = 3.0
 """Where no region makes a step for so long, the next mishap comes: it may be what the others wait for."""
-HEARD_S = 8.0
-"""A coordinator that is back has heard every member after so many seconds."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "lowrank")
 
 
@@ -90,7 +87,6 @@ class Churn:
         self._lives: list[Life] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._is_there, self._loses, self._stops = True, False, False
-        self._heard_at = 0.0
         self._anchor = self._rng.randrange(
             self._count
         )  # it is never killed, and does not leave: the run goes on
@@ -155,14 +151,12 @@ class Churn:
             "long freeze": (2, lambda: self._freeze("long")),
             "leave": (2, self._leave),
             "join": (2, lambda: self._come(self._count)),
-            "coordinator forgets": (1, self._coordinator_forgets),
         }
         return {**fixed, **(elastic if self.is_elastic else {})}
 
     def _kill(self) -> None:
         life = self._victim()
-        # one that dies before a coordinator without its file has heard it needs an operator, who assumes it lost
-        if life is not None and time.monotonic() >= self._heard_at:
+        if life is not None:
             one = len(life.processes) > 1 and self._rng.random() < 0.3
             self._note("kills one rank of" if one else "kills", life)
             life.done.add("kill one rank" if one else "kill")
@@ -203,30 +197,18 @@ class Churn:
             self._stops |= not continues
             life.send(signal.SIGTERM)
 
-    def _coordinator_dies(self, assume_lost: tuple[int, ...] | None = None) -> None:
+    def _coordinator_dies(self) -> None:
         if self._is_there:
             self._note("kills the coordinator")
             self._is_there = False
             self.coordinator.kill()
-            if assume_lost is not None:
-                self._note(f"it forgets; assumed lost: {assume_lost}")
-                self.coordinator.state.unlink(missing_ok=True)
-                self._heard_at = math.inf
 
             def back() -> None:
                 self._note("starts the coordinator")
-                self.coordinator.begin(assume_lost or ())
+                self.coordinator.begin()
                 self._is_there = True
-                if assume_lost is not None:
-                    self._heard_at = time.monotonic() + HEARD_S
 
             self._later(self._rng.choice((0.0, 0.5, 3.0)), back)
-
-    def _coordinator_forgets(self) -> None:
-        lost = {life.region for life in self._lives} - {life.region for life in self._lives if life.lives}
-        is_calm = not self._due and all(life.done <= {"freeze"} for life in self._lives if life.lives)
-        if is_calm and not {life.region for life in self._lives if not life.is_first} & lost:
-            self._coordinator_dies(tuple(sorted(lost)))
 
     def _coordinator_freezes(self) -> None:
         if self._is_there:

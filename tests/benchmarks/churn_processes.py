@@ -61,10 +61,9 @@ class Coordinator:
         self._folder, self.state = folder, folder / "state"
         self.begin()
 
-    def begin(self, assume_lost: tuple[int, ...] = ()) -> None:
+    def begin(self) -> None:
         port = self.address.rpartition(":")[2]
         command = [sys.executable, "-m", "hf_cocodc", "coordinator", "--port", port, "--state", self.state]
-        command += [part for region in assume_lost for part in ("--assume-lost", str(region))]
         self._began = time.monotonic()
         with (self._folder / "log-coordinator.txt").open("ab") as log:
             self._process = subprocess.Popen(
