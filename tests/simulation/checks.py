@@ -57,7 +57,8 @@ class Checks:
         self.num_completed += 1
         if shell.me not in call.parties:
             raise Violation(f"{shell.me} completes a call in which it takes no part: {call}")
-        self._same(shell, "result of call", (call.number,), (*result, call.losses))
+        self._same(shell, "result of call", (call.number,), (result.digest, result.members, call.losses))
+        self._same(shell, f"changes that all know by call, lane {shell.lane}", (call.number,), result.knows)
 
     def decided(self, shell: "Shell", decided: Decided) -> None:
         if shell.world.plan.loses_nobody:

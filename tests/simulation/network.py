@@ -78,6 +78,12 @@ class Connection:
             self.closed_by.add(actor)
             actor.connections.pop(self, None)
 
+    def break_down(self) -> None:
+        """Both ends hear that it has ended."""
+        for actor, other in self.other.items():
+            self.send(other, None)
+            self.closed_by.discard(actor)
+
     def flush(self) -> None:
         """Deliver what a cut has held back."""
         for receiver, sender in self.other.items():

@@ -50,8 +50,8 @@ class Process(Shell):
         takes_part: whether this is a member, or was one when it failed.
     """
 
-    def __init__(self, world: "World", region: int, join: bool, run: str = "run") -> None:
-        super().__init__(world, region, run)
+    def __init__(self, world: "World", region: int, join: bool, ranks: list["Process"]) -> None:
+        super().__init__(world, region, ranks)
         self.join, self.why, self.is_well, self.times_kept_out = join, "", True, 0
         self.disturbed_until = 0.0
         self.step, self.number = 0, world.next_number()
@@ -139,6 +139,8 @@ class Process(Shell):
                         raise Finished("left", "the others have gone on") from None
                     self.world.tell(self, f"is left behind: {error}")
                     self.world.checks.left_behind(self)
+                    if len(self.ranks) > 1:
+                        raise Finished("over", "the ranks of a region come back together") from None
                     yield from self._come_back()
                     yield from self._come_in()
         except Finished as error:
@@ -150,12 +152,30 @@ class Process(Shell):
 
     def _meet(self, join: bool) -> Generator[Any, None, None]:
         """Meet the others, or join the run that trains."""
+        if self.lane:
+            leader = self.ranks[0]
+            yield from self._until(lambda: 0 in self.lines or leader.how is not None, 2 * START_S)
+            if leader.how is not None:
+                raise Finished("over", "its leader has ended")
+            self.welcome = leader.welcome
+        else:
+            yield from self._call_coordinator(join)
+        assert self.welcome is not None
+        self.enter(self.welcome)
+        others = [place.member for place in self.welcome.members if place.member != self.me]
+        if not self.welcome.joins and not (
+            yield from self._until(lambda: all(each in self.pairs for each in others), BASE_S)
+        ):
+            raise Finished("failed", "it cannot be connected")
+        self.takes_part, self.met_at = not self.welcome.joins, self.network.now
+
+    def _call_coordinator(self, join: bool) -> Generator[Any, None, None]:
         until = self.network.now + 15.0
         while (coordinator := self.world.reachable(self)) is None:
             if self.network.now > until:
                 raise Finished("failed", "no coordinator answers")
             yield from self._sleep(1.0)
-        self.connection = Connection("coordinator", self, coordinator, self.name)
+        self.connection = Connection("coordinator", self, coordinator, "run")
         token = str(self.world.next_number())
         hello = Hello(
             region=self.region,
@@ -177,13 +197,6 @@ class Process(Shell):
         if self.welcome is None:
             self.world.not_met(self)
             raise Finished("failed", "it has not met the others")
-        self.enter(self.welcome)
-        others = [place.member for place in self.welcome.members if place.member != self.me]
-        if not self.welcome.joins and not (
-            yield from self._until(lambda: all(each in self.pairs for each in others), BASE_S)
-        ):
-            raise Finished("failed", "it cannot be connected")
-        self.takes_part, self.met_at = not self.welcome.joins, self.network.now
 
     def _train(self) -> Generator[Any, None, None]:
         plan = self.world.plan
@@ -229,6 +242,9 @@ class Process(Shell):
         if flight is None:
             return  # nothing was sent before the run began
         result = yield from self._result(flight.number)
+        if len(self.ranks) > 1:  # they settle what they know
+            yield from self._until(lambda: all(flight.number in each.results for each in self.ranks))
+            result = result._replace(knows=min(each.results[flight.number].knows for each in self.ranks))
         self.flights.remove(flight)
         self.values[fragment] = hash((self.values[fragment], result.digest))
         self.world.checks.landed(self, flight, self.values[fragment], result)

@@ -1,5 +1,6 @@
 """What `link/tcp.py` and the client do around the rules of a link, in virtual time."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ from hf_cocodc.coordinator.messages import (
 )
 from hf_cocodc.link import rules
 from hf_cocodc.link.rules import Begin, Call, Part, Standing
+from hf_cocodc.link.voice import AllHold, Holds, ToCoordinator, ToRank, Voice, beat_of_all_ranks, heard, said
 from hf_cocodc.net.letters import Member
 
 from .network import Actor, Connection
@@ -69,6 +71,7 @@ class Hand:
     moved_at: float
     has_begun: bool = False
     is_held: bool = False
+    is_said: bool = False
     trailers: dict[Member, int] = field(default_factory=dict)
     haves: set[Member] = field(default_factory=set)
     awaits: Member | None = None
@@ -83,6 +86,9 @@ class Shell(Actor):
         pairs: connections to others, for transfers.
         sinks: connections of newcomers that take this member's log, each from a call on.
         failure: why no call will complete.
+        lane: this process's place among the `ranks` of its region, whose first one has the connection to the coordinator.
+        lines: to the other ranks, by their lanes; of a rank that is not the leader, to the leader alone.
+        voice: on the leader of several ranks, what it knows of them.
     """
 
     me: Member
@@ -90,9 +96,11 @@ class Shell(Actor):
     terms: Terms
     step: int
 
-    def __init__(self, world: "World", region: int, run: str) -> None:
+    def __init__(self, world: "World", region: int, ranks: "list[Any]") -> None:
         super().__init__(world.network, region)
-        self.world, self.region, self.name, self.terms = world, region, run, world.terms
+        self.world, self.region, self.terms = world, region, world.terms
+        self.lane, self.ranks = len(ranks), ranks
+        ranks.append(self)
         self.how: str | None = None
         self.asks_to_leave = self.asks_to_stop = False
         self._beats = 0
@@ -103,7 +111,9 @@ class Shell(Actor):
         self.welcome: Welcome | None = None
         self.refused: Refuse | None = None
         self.told: Waiting | None = None
-        self.is_member_of = ""
+        self.lines: dict[int, Connection] = {}
+        self.voice: Voice | None = None
+        self._rank_beats: dict[int, Beat] = {}
         self.has_started = False
         self.failure: Exception | None = None
         self.pairs: dict[Member, Connection] = {}
@@ -132,6 +142,11 @@ class Shell(Actor):
         """Be a process of the run."""
         self.me, self.has_started = welcome.me, True
         self.part = rules.enter(welcome, self.terms, str(self.region), WAIT_S)
+        if self.lane == 0 and len(self.ranks) > 1:
+            self.voice = Voice(num_ranks=len(self.ranks), losses=welcome.losses)
+            for rank in self.ranks[1:]:
+                self.lines[rank.lane] = rank.lines[0] = Connection("rank", self, rank)
+                rank.later(0.0, rank.poke)
         for other in sorted(self.part.meeting):
             self.world.connect_soon(self, other)
         self._heard_at = self.network.now
@@ -187,6 +202,9 @@ class Shell(Actor):
         self.hand = None
         result = self.results[call.number] = self._found.pop(call.number)
         self.world.checks.completed(self, call, result)
+        for rank in self.ranks:
+            if rank is not self:
+                rank.later(0.0, rank.poke)
         for log, first in self.sinks.items():
             if call.number >= first:
                 log.send(self, ("entry", call.number, result))
@@ -230,6 +248,10 @@ class Shell(Actor):
         if not missing and not hand.is_held:
             hand.is_held = True
             self.later(0.1 * self.network.random.random(), lambda: self._hold(hand))
+        elif not missing and len(self.ranks) > 1:
+            if self.part.calls[0].has and not hand.is_said:
+                hand.is_said = True
+                self.send(Holds(number=begin.number, losses=begin.losses))
         elif not missing:
             self.feed(rules.AllHeld(begin.number, begin.losses))
 
@@ -265,8 +287,14 @@ class Shell(Actor):
             case "coordinator" if connection is self.connection:
                 if item is None:
                     self._disconnect()
-                else:
+                elif self.voice is None or not self.has_started:
                     self._hear_coordinator(item)
+                else:
+                    self.voice, effects = heard(self.voice, item)
+                    self._speak(effects)
+                self.poke()
+            case "rank":
+                self._hear_rank(connection, item)
                 self.poke()
             case "pair":
                 self._hear_pair(connection, item)
@@ -322,8 +350,56 @@ class Shell(Actor):
 
     def send(self, message: Any) -> None:
         """Send a message to the coordinator; it is dropped while there is no connection."""
+        if self.lane and self.lines:
+            self.lines[0].send(self, message)
+        elif self.voice is not None and self.has_started:
+            self.later(0.0, partial(self._heed_rank, 0, message))  # of a thread of its own, too
+        else:
+            self._send_on(message)
+
+    def _send_on(self, message: Any) -> None:
         if self.connection is not None:
             self.connection.send(self, message)
+
+    # ---- ranks of a region: `speaking` ---------------------------------------------------------------------------------
+
+    def _hear_rank(self, line: Connection, item: Any) -> None:
+        if self.lane and item is None:
+            if self.how is None and self.ranks[0].how not in ("finished", "stopped", "left"):
+                self.fail(Lost("its leader has ended"))
+        elif self.lane and isinstance(item, str):
+            if self.has_started:
+                self.feed(rules.Away())
+        elif self.lane:
+            self._hear_coordinator(item)
+        elif item is not None:
+            self._heed_rank(line.other[self].lane, item)  # type: ignore[attr-defined]
+
+    def _heed_rank(self, rank: int, message: Any) -> None:
+        """Take what a rank says."""
+        if isinstance(message, Beat) and rank:
+            self._rank_beats[rank] = message
+        elif isinstance(message, Beat | Bye):
+            if rank == 0:
+                self._send_on(message)
+        elif self.voice is not None:
+            self.voice, effects = said(self.voice, rank, message)
+            self._speak(effects)
+
+    def _speak(self, effects: Iterable[Any]) -> None:
+        own = []
+        for effect in effects:
+            match effect:
+                case ToCoordinator(message):
+                    self._send_on(message)
+                case ToRank(rank, message):
+                    for other, line in self.lines.items():
+                        if rank in (None, other):
+                            line.send(self, message)
+                    if rank in (None, 0):
+                        own.append(message)
+        for each in own:
+            self._hear_coordinator(each)
 
     def _disconnect(self) -> None:
         if self.connection is None:
@@ -332,6 +408,8 @@ class Shell(Actor):
         self.connection = None
         if self.has_started:
             self.feed(rules.Away())
+            for line in self.lines.values():
+                line.send(self, "away")
         if self.has_started and self.refused is None:
             beats = self._beats
             self.later(self._wait_s, lambda: self._call_again(beats))
@@ -345,7 +423,7 @@ class Shell(Actor):
         if coordinator is None:
             self.later(self._wait_s, lambda: self._call_again(beats))
             return
-        self.connection = Connection("coordinator", self, coordinator, self.name)
+        self.connection = Connection("coordinator", self, coordinator, "run")
         self._heard_at = self.network.now
         self.send(rules.back(self.part))
 
@@ -360,6 +438,8 @@ class Shell(Actor):
             self._frozen_at = now
         waited_s = 0.0 if self.awaits is None or self.hand is None else now - self.hand.awaits_since
         self.feed(rules.Waited(self.awaits, waited_s, now - self._frozen_at))
+        if self.lane:
+            self.send(self._beat_now())
         if connection is None:
             return
         coordinator = connection.other[self]
@@ -368,20 +448,22 @@ class Shell(Actor):
         elif now - self._heard_at > SILENT_S:
             self._disconnect()
             return
-        hand = self.hand
-        waits = hand is not None and hand.has_begun and hand.awaits is not None and bool(self._missing(hand))
-        said = Beat(
+        beat = beat_of_all_ranks({**self._rank_beats, 0: self._beat_now()})
+        same = structs.replace(beat, step=0, op=0) == structs.replace(self._last_beat, step=0, op=0)
+        if beat.awaits is not None or not same or now - self._beat_at >= KEEP_S:
+            self._last_beat, self._beat_at = beat, now
+            self.send(beat)
+
+    def _beat_now(self) -> Beat:
+        hand, now, awaits = self.hand, self.network.now, self.awaits
+        beat = Beat(
             step=self.step,
-            awaits=self.awaits,
-            waited_s=now - hand.awaits_since if waits and hand is not None else 0.0,
+            awaits=awaits,
+            waited_s=now - hand.awaits_since if hand is not None and awaits is not None else 0.0,
             idle_s=now - hand.moved_at if hand is not None else 0.0,
             blocked_s=self.blocked_s,
         )
-        beat = rules.beat(self.part, said)
-        same = structs.replace(beat, step=0, op=0) == structs.replace(self._last_beat, step=0, op=0)
-        if waits or not same or now - self._beat_at >= KEEP_S:
-            self._last_beat, self._beat_at = beat, now
-            self.send(beat)
+        return rules.beat(self.part, beat)
 
     @property
     def blocked_s(self) -> float | None:
@@ -399,6 +481,9 @@ class Shell(Actor):
                     self.told = message
                 case _:
                     self._before_start.append(message)
+            return
+        if isinstance(message, AllHold):
+            self.feed(rules.AllHeld(message.number, message.losses))
             return
         if isinstance(message, Decided):
             self.world.checks.decided(self, message)

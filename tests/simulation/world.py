@@ -188,8 +188,9 @@ class World:
 
     def starts(self, region: int, join: bool) -> None:
         """Somebody starts a region: one process for each lane."""
-        for lane in range(self.plan.lanes):
-            self.processes.append(Process(self, region, join, f"run, lane {lane}" if lane else "run"))
+        ranks: list[Process] = []
+        for _ in range(self.plan.lanes):
+            self.processes.append(Process(self, region, join, ranks))
 
     def of_region(self, region: int) -> list[Process]:
         """The processes of a region that run."""
@@ -205,15 +206,15 @@ class World:
         """The ranks of a region end with any of them that fails."""
         if process.how == "failed" and process.is_well and self.plan.elastic and process.takes_part:
             raise Violation(f"region {process.region} fails, and nothing was wrong with it: {process.why}")
-        if process.how == "failed":
-            for other in self.of_region(process.region):
-                if other is not process and other.name != process.name:
-                    other.later(0.2, partial(other.end, "failed", "a rank of its region has failed"))
+        if process.how in ("failed", "over"):
+            for other in process.ranks:
+                if other is not process and other.how is None:
+                    other.later(0.2, partial(other.end, "over", "a rank of its region has failed"))
 
     def connect_soon(self, process: Shell, other: Member) -> None:
         """A process wants a connection to another one; it comes once both want it, and reach each other and the coordinator."""
         assert process.welcome is not None
-        key = (process.name, process.welcome.run, *sorted((process.me, other)))
+        key = (process.lane, process.welcome.run, *sorted((process.me, other)))
         ends = self._meeting.setdefault(key, {})
         ends[process.me] = process
         until = self.network.now + PAIR_S
@@ -229,7 +230,7 @@ class World:
             self._give_up(key)
             return
         (one, first), (other, second) = ends.items()
-        if not self.network.reaches(first, second) or None in (first.connection, second.connection):
+        if not self.network.reaches(first, second) or None in (first.ranks[0].connection, second.ranks[0].connection):
             if self.network.now > until:
                 self._give_up(key)
             else:
@@ -363,6 +364,16 @@ class Faults:
             (*self._world.of_region(fault.region), *self._world.of_region(fault.other)), fault.seconds
         )
         self._after(fault, lambda: self._heal(chosen))
+
+    def split(self, fault: Fault) -> None:
+        """The connections between two regions break for good, in one lane."""
+        for process in self._world.of_region(fault.region):
+            process.is_well = False
+            if process.lane == fault.way % len(process.ranks):
+                for other in [each for each in process.pairs if each.region == fault.other]:
+                    process.pairs[other].break_down()
+        for process in self._world.of_region(fault.other):
+            process.is_well = False
 
     def kill_coordinator(self, fault: Fault) -> None:
         for each in self._world.coordinators:
