@@ -364,15 +364,14 @@ class Shell(Actor):
     # ---- ranks of a region: `speaking` ---------------------------------------------------------------------------------
 
     def _hear_rank(self, line: Connection, item: Any) -> None:
-        if self.lane and item is None:
-            if self.how is None and self.ranks[0].how not in ("finished", "stopped", "left"):
-                self.fail(Lost("its leader has ended"))
+        if item is None:
+            pass  # the world ends the ranks of a region together
         elif self.lane and isinstance(item, str):
             if self.has_started:
                 self.feed(rules.Away())
         elif self.lane:
             self._hear_coordinator(item)
-        elif item is not None:
+        else:
             self._heed_rank(line.other[self].lane, item)  # type: ignore[attr-defined]
 
     def _heed_rank(self, rank: int, message: Any) -> None:

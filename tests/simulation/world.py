@@ -204,9 +204,10 @@ class World:
 
     def has_ended(self, process: Process) -> None:
         """The ranks of a region end with any of them that fails."""
-        if process.how == "failed" and process.is_well and self.plan.elastic and process.takes_part:
+        takes_part = all(rank.takes_part for rank in process.ranks)
+        if process.how == "failed" and process.is_well and self.plan.elastic and takes_part:
             raise Violation(f"region {process.region} fails, and nothing was wrong with it: {process.why}")
-        if process.how in ("failed", "over"):
+        if process.how in ("failed", "over", "undecided"):
             for other in process.ranks:
                 if other is not process and other.how is None:
                     other.later(0.2, partial(other.end, "over", "a rank of its region has failed"))
@@ -230,7 +231,10 @@ class World:
             self._give_up(key)
             return
         (one, first), (other, second) = ends.items()
-        if not self.network.reaches(first, second) or None in (first.ranks[0].connection, second.ranks[0].connection):
+        if not self.network.reaches(first, second) or None in (
+            first.ranks[0].connection,
+            second.ranks[0].connection,
+        ):
             if self.network.now > until:
                 self._give_up(key)
             else:
