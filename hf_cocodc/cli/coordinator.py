@@ -60,7 +60,7 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="keep decisions in this file. Start the coordinator again with the same file: one that has lost it decides nothing "
         "for the runs that train, and they stop with checkpoints when they need a decision (default: "
-        "~/.local/state/hf_cocodc/coordinator-PORT.state)",
+        "~/.local/state/hf_cocodc/coordinator-PORT.state; none with --port 0)",
     )
     parser.add_argument(
         "--relay",

@@ -94,7 +94,8 @@ def serve(
 ) -> None:
     """Run a coordinator in the main thread until SIGINT or SIGTERM. Raises like `serve_in_thread`.
 
-    `say` takes the lines of its log. `relay` is the port of a relay beside it. `state`: its file, by default that of the port.
+    `say` takes the lines of its log. `relay` is the port of a relay beside it. `state`: its file, by default that of the port;
+    none at port 0.
     """
     listener = listen(host, port)
     file = coordinator = None
@@ -108,12 +109,14 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, loop.stop)
     try:
-        file = StateFile(state or default_path(listener.getsockname()[1]))
+        if state is None and port:  # nobody would find the next coordinator at another port
+            state = default_path(port)
+        file = None if state is None else StateFile(state)
         beside = "" if relay is None else f", relay on port {relay}"
         say(
             f"coordinator listening on {named(host, listener.getsockname()[1])}{beside}; press Ctrl-C to end it"
         )
-        for line in file.news:
+        for line in [] if file is None else file.news:
             say(line)
         coordinator = Coordinator(loop, listener, secrets, file, say, fail, relay=relay)
         loop.run_forever()

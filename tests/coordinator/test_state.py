@@ -20,7 +20,7 @@ from hf_cocodc.coordinator.messages import (
 from hf_cocodc.coordinator.rules import Run, durable
 from hf_cocodc.coordinator.runs import Runs
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.coordinator.state import StateFile
+from hf_cocodc.coordinator.state import StateFile, default_path
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.letters import Member
 
@@ -278,3 +278,13 @@ def test_a_slow_disk_holds_what_a_run_says_and_no_other_run() -> None:
         done(None)
     kinds = [type(message) for to, message in sent if to == 1]
     assert kinds[-2:] == [Welcome, Noted] and file.written
+
+
+def test_a_coordinator_has_a_file_also_if_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "made"))
+    path = default_path(29650)
+    assert path == tmp_path / "made" / "hf_cocodc" / "coordinator-29650.state"
+    written(path, RUN)
+    assert read(path)[0][1].run == RUN.run
