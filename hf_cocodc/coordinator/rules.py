@@ -539,6 +539,7 @@ class _Work:
     def suspects(self) -> None:
         """Tell members that wait for one that seems to be lost."""
         state = self.state
+        told = dict(state.seats)
         for who, seat in state.seats.items():
             if seat.beat.awaits is None or seat.member not in state.expected:
                 continue
@@ -550,12 +551,9 @@ class _Work:
                 how, why = doubt
                 self.send(who, Suspect(member=other, op=seat.beat.op, how=how, why=why))
                 # not again before its next heartbeat
-                self.change(
-                    seats={
-                        **self.state.seats,
-                        who: replace(seat, beat=structs.replace(seat.beat, awaits=None)),
-                    }
-                )
+                told[who] = replace(seat, beat=structs.replace(seat.beat, awaits=None))
+        if told != state.seats:
+            self.change(seats=told)
 
     def doubt(self, seat: Seat, other: Member) -> tuple[str, str] | None:
         """How and why a member for which another waits seems to be lost."""
@@ -587,7 +585,9 @@ class _Work:
                 f"(regions.stuck_timeout_s={terms.stuck_timeout_s:g})"
             )
         idle_s = min(beat.idle_s + since_beat, now - theirs.op_at)
-        if beat.op and theirs.beat.op >= beat.op and idle_s > terms.timeout_s:
+        # one that waits for a third region, or for nobody, has nothing to send yet: it may encode for long
+        is_mutual = beat.op and theirs.beat.op >= beat.op and theirs.beat.awaits == seat.member.region
+        if is_mutual and idle_s > terms.timeout_s:
             return "cut", (
                 f"both are alive, and nothing of what they send each other has arrived for {idle_s:.0f} s "
                 f"(regions.timeout_s={terms.timeout_s:g}): the network between them is down"

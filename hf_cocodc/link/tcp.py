@@ -724,6 +724,7 @@ class TcpLink:
         """A heartbeat."""
         if self.agreement is not None:
             self.agreement.poll()
+        self.wire.look()
         now, waits = time.monotonic(), self.wire.waits
         with self._changed:
             self._watch(now)
@@ -747,7 +748,8 @@ class TcpLink:
         if not self._part.frozen or self.has_coordinator:
             self._frozen_at = now
         waits, region, since = self.wire.waits, self.wire.waits.region, self.wire.waits.late_since
-        waited_s = 0.0 if since is None else now - since
+        # in the middle of a transfer nobody is late: then it counts since when nothing has moved
+        waited_s = now - (waits.moved_at if since is None else since)
         self._feed(rules.Waited(region, waited_s, now - self._frozen_at))
         if since is None or region is None or self._hand is None:
             return

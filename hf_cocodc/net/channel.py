@@ -184,11 +184,14 @@ def keep_from_forks(open_socket: socket.socket) -> None:
     _ours.add(open_socket)
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let a connection end if its other end, or the way there, has gone without a word."""
+def keep_alive(connection: socket.socket, is_read: bool = True) -> None:
+    """Let a connection end if its other end, or the way there, has gone without a word.
+
+    `is_read`: whether the other end takes what comes at once. The kernel would end a connection to one that takes nothing, too.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
+        if hasattr(socket, name) and (is_read or name != "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .keys import Altered
-from .line import CLOSED, CiphersFor, Line
 from .pacing import pace, set_congestion
+from .pipe import CLOSED, CiphersFor, Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,8 @@ class Connection:
         congestion: str | None = None,
         ciphers_for: CiphersFor | None = None,
     ) -> None:
-        self._line: Line | None = None
-        self._last: Line | None = None
+        self._pipe: Pipe | None = None
+        self._last: Pipe | None = None
         self._moved_before = 0
         self._name, self._ciphers_for, self._was_altered = name, ciphers_for, False
         self._broken, self._congestion, self._rate = broken, congestion, math.inf
@@ -190,20 +190,20 @@ class Connection:
         """Let the kernel send at most `rate` bytes per second. Returns whether it does; one that has ended sends nothing."""
         with self._changed:
             self._rate = rate
-            return self._line is None or pace(self._line.socket, rate) or self._error is not None
+            return self._pipe is None or pace(self._pipe.socket, rate) or self._error is not None
 
     def attach(self, connected: socket.socket, timeout_s: float = _ANSWER_S) -> None:
         """Go on with a socket, on which the other end calls `attach` too. It takes two round trips.
 
-        Raises OSError if the other end says nothing on it, closes it, or is not the one that it should be (`Line.open`), and
+        Raises OSError if the other end says nothing on it, closes it, or is not the one that it should be (`Pipe.open`), and
         ConnectionLost if the connection has ended.
         """
-        line = Line(connected)
+        pipe = Pipe(connected)
         try:
             with self._attaching:
                 self._check()
-                line.open(timeout_s, self._ciphers_for)  # before that, nobody has proven anything
-                self._break(self._line, ConnectionLost("another socket takes its place"))
+                pipe.open(timeout_s, self._ciphers_for)  # before that, nobody has proven anything
+                self._break(self._pipe, ConnectionLost("another socket takes its place"))
                 with self._changed:  # what has come is counted once nobody receives any more
                     self._changed.wait_for(lambda: not self._reads and not self._writes)
                     self._check()
@@ -211,9 +211,9 @@ class Connection:
                     self._moved_before += self._last.moved
                     self._last.socket.close()
                 connected.settimeout(timeout_s)
-                line.send(_COUNT.pack(self._num_received))
+                pipe.send(_COUNT.pack(self._num_received))
                 count = bytearray(_COUNT.size)
-                line.fill(memoryview(count))
+                pipe.fill(memoryview(count))
                 connected.settimeout(None)
                 with self._changed:
                     self._check()
@@ -222,7 +222,7 @@ class Connection:
                     for operation in self._again:  # who waits for one may take its memory back at any time
                         operation.keep()
                     self._tune(connected)
-                    self._line = self._last = line
+                    self._pipe = self._last = pipe
                     self.broken_at, self.whole_since = math.inf, time.monotonic()
                     self._outgoing.put(None)
                     self._changed.notify_all()
@@ -234,12 +234,12 @@ class Connection:
     def look(self) -> int:
         """Bytes that have come or gone so far. A socket on which nothing is answered any more has broken."""
         with self._changed:
-            line = self._line
-            if line is None:
+            pipe = self._pipe
+            if pipe is None:
                 return self._moved_before
-            moved, is_dead = self._moved_before + line.moved, line.is_dead
+            moved, is_dead = self._moved_before + pipe.moved, pipe.is_dead
         if is_dead:
-            self._break(line, ConnectionLost("nothing is answered on its socket"))
+            self._break(pipe, ConnectionLost("nothing is answered on its socket"))
         return moved
 
     def ask(self) -> None:
@@ -255,7 +255,7 @@ class Connection:
         It waits until `until`, by the monotonic clock, and on while the connection is broken.
         """
         with self._changed:
-            while self._sent and self._error is None and (self._line is None or time.monotonic() < until):
+            while self._sent and self._error is None and (self._pipe is None or time.monotonic() < until):
                 self.ask()
                 self._changed.wait(_ASK_S)
             self._asks = False
@@ -278,8 +278,8 @@ class Connection:
             self._changed.notify_all()
             self._outgoing.put(None)
             with contextlib.suppress(OSError):  # the other end was faster, or takes nothing
-                if not self._writes and self._line is not None:
-                    self._line.send(
+                if not self._writes and self._pipe is not None:
+                    self._pipe.send(
                         _HEADER.pack(0, _GOODBYE, 0, self._num_received), flags=socket.MSG_DONTWAIT
                     )
             with contextlib.suppress(OSError):
@@ -306,17 +306,17 @@ class Connection:
                 *(self._name, error.strerror),
             )
 
-    def _break(self, line: Line | None, error: Exception) -> None:
+    def _break(self, pipe: Pipe | None, error: Exception) -> None:
         """This socket has failed, or has had its time."""
         self._note(error)
         with self._changed:
-            if line is None or self._line is not line or self._error is not None:
+            if pipe is None or self._pipe is not pipe or self._error is not None:
                 return
             if self._broken is not None:
-                self._line, self.broken_at = None, time.monotonic()
+                self._pipe, self.broken_at = None, time.monotonic()
                 self._changed.notify_all()
                 with contextlib.suppress(OSError):
-                    line.socket.shutdown(socket.SHUT_RDWR)
+                    pipe.socket.shutdown(socket.SHUT_RDWR)
         if self._broken is None:
             self.end(_lost(error))
         else:
@@ -359,9 +359,9 @@ class Connection:
         is_given = False
         while not is_given:
             with self._changed:
-                self._changed.wait_for(lambda: self._line is not None or self._error is not None)
-                line, error = self._line, self._error
-                if error is not None or line is None:
+                self._changed.wait_for(lambda: self._pipe is not None or self._error is not None)
+                pipe, error = self._pipe, self._error
+                if error is not None or pipe is None:
                     break
                 again = self._again.popleft() if self._again else None
                 is_given = again is None
@@ -376,9 +376,9 @@ class Connection:
                 self._is_asked = False
                 self._num_acknowledged, self._writes = self._num_received, True
             try:
-                self._write(line, again or operation, tag)
+                self._write(pipe, again or operation, tag)
             except OSError as failure:
-                self._break(line, failure)
+                self._break(pipe, failure)
             except Exception as failure:  # whatever it is, nobody must wait for ever
                 self.end(_lost(failure))
             with self._changed:
@@ -387,41 +387,41 @@ class Connection:
         if operation is not None:
             operation.end(None if is_given else self._error)
 
-    def _write(self, line: Line, operation: Operation | None, tag: int | None) -> None:
+    def _write(self, pipe: Pipe, operation: Operation | None, tag: int | None) -> None:
         """Send a message; or, if there is none, a header with this tag."""
         if operation is not None:
             size = operation.memory.numel()
-            line.send(
+            pipe.send(
                 _HEADER.pack(operation.order, operation.tag, size, self._num_acknowledged), operation.view
             )
         elif tag is not None:
-            line.send(_HEADER.pack(0, tag, 0, self._num_acknowledged))
+            pipe.send(_HEADER.pack(0, tag, 0, self._num_acknowledged))
 
     def _receive_all(self) -> None:
         header, rest = memoryview(bytearray(_HEADER.size)), memoryview(bytearray(_SKIPPED))
-        while (line := self._to_read()) is not None:
+        while (pipe := self._to_read()) is not None:
             try:
                 while True:
-                    self._receive_next(line, header, rest)
+                    self._receive_next(pipe, header, rest)
             except OSError as error:
-                self._break(line, error)
+                self._break(pipe, error)
             except Exception as error:  # whatever it is, nobody must wait for ever
                 self.end(_lost(error))
         self._sender.join()
         if self._last is not None:
             self._last.socket.close()
 
-    def _to_read(self) -> Line | None:
+    def _to_read(self) -> Pipe | None:
         """The socket, once there is one; None once the connection has ended."""
         with self._changed:
             self._reads = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._line is not None or self._error is not None)
+            self._changed.wait_for(lambda: self._pipe is not None or self._error is not None)
             self._reads = self._error is None
-            return self._line if self._reads else None
+            return self._pipe if self._reads else None
 
-    def _receive_next(self, line: Line, header: memoryview, rest: memoryview) -> None:
-        line.fill(header)
+    def _receive_next(self, pipe: Pipe, header: memoryview, rest: memoryview) -> None:
+        pipe.fill(header)
         order, tag, size, received = _HEADER.unpack(header)
         with self._changed:
             self._acknowledge(received)
@@ -432,15 +432,15 @@ class Connection:
             return
         if tag == _GOODBYE:
             raise ConnectionLost(CLOSED)
-        operation, left = self._asked_for(order, tag, line), size
+        operation, left = self._asked_for(order, tag, pipe), size
         try:
             if operation is None:
                 while left:
-                    line.fill(rest[:left])
+                    pipe.fill(rest[:left])
                     left -= len(rest[:left])
             else:
                 operation.expect(size)
-                line.fill(operation.view)
+                pipe.fill(operation.view)
         except Exception as error:
             if operation is not None:
                 self._give_back(operation, error)
@@ -454,12 +454,12 @@ class Connection:
         if operation is not None:
             operation.end()
 
-    def _asked_for(self, order: int, tag: int, line: Line) -> Operation | None:
+    def _asked_for(self, order: int, tag: int, pipe: Pipe) -> Operation | None:
         """What asks for a message, once somebody does; None if nobody will."""
         with self._changed:
             while order >= self._newest or self._error is not None:
                 self._check()
-                if self._line is not line:
+                if self._pipe is not pipe:
                     raise OSError(CLOSED)
                 operations = self._asked.get((order, tag))
                 if operations:

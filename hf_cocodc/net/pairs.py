@@ -20,7 +20,7 @@ from .addresses import is_from, named
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
 from .letters import Introduction, Whereabouts
-from .line import CiphersFor
+from .pipe import CiphersFor
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
 from .recovery import Denied, Liveness, Recovery, stream_verdict, verdict
@@ -289,6 +289,10 @@ class Pair:
         """See `Connection.revoke`."""
         for connection in self.connections:
             connection.revoke(order, error)
+
+    def look(self) -> int:
+        """See `Connection.look`: the bytes of all connections."""
+        return sum(each.look() for each in self._numbered().values())
 
     def pace(self, rate: float) -> bool:
         """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..threads import NativeThread
 from .connection import Connection, ConnectionLost
-from .line import CLOSED
+from .pipe import CLOSED
 
 logger = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ class Waits:
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.region: int | None = None
         self.what = ""
         self.late_since: float | None = None
@@ -136,13 +137,29 @@ class View:
         Raises RegionLostError if an operation failed (it quotes the note that the region left, if any), and Revoked.
         """
         for region, operation in pending:
-            self._check()
-            self._waits.begin(region, what, may_be_late)
+            with self._waits.lock:  # a thread that was left alone must not hide what its successor waits for
+                self._check()
+                self._waits.begin(region, what, may_be_late)
             with self._naming(region, what):
-                operation.wait(None if may_be_late else self._timeout_s)
+                self._wait(region, operation, None if may_be_late else self._timeout_s)
+            with self._waits.lock:
+                self._check()
+                self._waits.moved()
+        with self._waits.lock:
             self._check()
-            self._waits.moved()
-        self._waits.end()
+            self._waits.end()
+
+    def _wait(self, region: int, operation: Operation, patience_s: float | None) -> None:
+        """Wait for an operation. Raises TimeoutError if no byte of its region has come or gone for `patience_s`."""
+        pair = next(each for each in self._pairs.values() if each.region == region)
+        while True:
+            before = pair.look()
+            try:
+                operation.wait(patience_s)
+                return
+            except TimeoutError:
+                if pair.look() == before:
+                    raise
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
         """Start to exchange a small tensor with every other region, on the control connection."""
@@ -178,7 +195,10 @@ class View:
 
         Memory of unfinished operations must not be used again: what is under way is sent or received to its end.
         """
-        self._revoked.set()
+        with self._waits.lock:
+            if not self._revoked.is_set():
+                self._revoked.set()
+                self._waits.end()
         for pair in self._pairs.values():
             pair.revoke(self._order, Revoked(_VOID))
 

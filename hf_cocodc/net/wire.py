@@ -50,8 +50,7 @@ class Wire:
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
-        is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
-            frozen one; a time-out would close the connections to it, even after the transfer has become void.
+        is_elastic: whether the others go on without a lost region: then nobody waits for what it says of itself.
         congestion: of payload connections: see `pacing.congestion_of`.
         keys: of the run's secret: with them, all that is sent is sealed.
 
@@ -71,7 +70,7 @@ class Wire:
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
-        is_patient: bool = False,
+        is_elastic: bool = False,
         congestion: str = "auto",
         keys: Keys | None = None,
         port: int = 0,
@@ -79,7 +78,7 @@ class Wire:
         call_from: str = "",
     ) -> None:
         self._keys = keys
-        self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
+        self.region, self.timeout_s, self._is_elastic = region, timeout_s, is_elastic
         self._asked = connections
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
@@ -89,6 +88,7 @@ class Wire:
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self.waits = Waits()
+        self._moved: dict[int, int] = {}
         self._paced: tuple[tuple[int, int], ...] = ()
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
@@ -184,6 +184,15 @@ class Wire:
             raise LinkError(f"region {self.region} has no connection to region {region}.")
         return pair.stream(number, timeout_s, look)
 
+    def look(self) -> None:
+        """Notice whether bytes of the region that is awaited flow, and which sockets are dead. Call this every second or so."""
+        with self._lock:
+            pairs = dict(self._pairs)
+        moved = {region: pair.look() for region, pair in pairs.items()}
+        if self.waits.region in moved and moved[self.waits.region] != self._moved.get(self.waits.region):
+            self.waits.moved()
+        self._moved = moved
+
     def drain(self) -> None:
         """Wait until the others have received all: a path that breaks once this process has ended would cost them the rest."""
         with self._lock:
@@ -213,14 +222,15 @@ class Wire:
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS
-        timeout_s = None if self._is_patient and order != FIRST else self.timeout_s
+        # later the coordinator tells who is lost: a healthy region may send nothing because it encodes, or waits for a frozen one
+        timeout_s = self.timeout_s if order == FIRST else None
         return View(self.region, pairs, order, cut_for, timeout_s, self._throttle, self.waits, self._explain)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
-        if not self._is_patient:
+        if not self._is_elastic:
             time.sleep(_NEWS_S)
-        reason = self.note_of(region, 0.0 if self._is_patient else _NOTE_S)
+        reason = self.note_of(region, 0.0 if self._is_elastic else _NOTE_S)
         if reason is not None:
             return RegionLostError(
                 region, f"region {region} left while region {self.region} waited for {what}: {reason}"

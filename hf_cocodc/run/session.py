@@ -227,7 +227,7 @@ class RegionContext:
             regions.timeout_s,
             self.rate,
             self.num_lanes,
-            is_patient=regions.elastic,  # the coordinator tells who is lost
+            is_elastic=regions.elastic,
             congestion=regions.congestion,
             keys=self.keys,
             port=0 if regions.port is None else regions.port + self.lane,

@@ -102,7 +102,7 @@ def met(
         compared={},
     )
     client.meet(hello, patience_s)
-    settings = {"connections": 2, "timeout_s": patience_s, "is_patient": terms.elastic, **settings}
+    settings = {"connections": 2, "timeout_s": patience_s, "is_elastic": terms.elastic, **settings}
     return client, Wire(region, keys=keys, **settings)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_cocodc.net.connection import Connection
 from hf_cocodc.net.keys import Ciphers, Keys, ciphers
-from hf_cocodc.net.line import CiphersFor
+from hf_cocodc.net.pipe import CiphersFor
 from tests.link.memory import at_once
 
 

@@ -21,9 +21,9 @@ OTHER = "reno"
 
 
 def congestion(connection: Connection) -> str:
-    assert connection._line is not None
+    assert connection._pipe is not None
     return (
-        connection._line.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        connection._pipe.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         .rstrip(b"\0")
         .decode()
     )
@@ -72,11 +72,11 @@ def test_payloads_have_it_over_long_ways(
         pair = both[0]._pairs[1]
         assert [congestion(each) for each in pair.bulk] == [expected, expected]
         assert pair.control is not None and congestion(pair.control) == usual
-        broken = pair.bulk[0]._line
+        broken = pair.bulk[0]._pipe
         assert broken is not None
         with contextlib.suppress(OSError):
             broken.socket.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: pair.bulk[0]._line not in (None, broken))
+        wait_until(lambda: pair.bulk[0]._pipe not in (None, broken))
         assert congestion(pair.bulk[0]) == expected
         speak(*both)
         for wire in both:

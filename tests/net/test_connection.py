@@ -18,7 +18,7 @@ import torch
 
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.line import Line
+from hf_cocodc.net.pipe import Pipe
 from tests.link.memory import PATIENCE_S, at_once, wait_until
 from tests.net.ends import ends_on
 
@@ -266,7 +266,7 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
     assert lasting.ends[0]._sent
     if how == "cut":
         lasting.sockets[0].shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: lasting.ends[0]._line is None)
+        wait_until(lambda: lasting.ends[0]._pipe is None)
         threading.Timer(0.3, lasting.mend).start()
     lasting.ends[0].drain(time.monotonic() + (0.0 if how == "cut" else PATIENCE_S))
     assert not lasting.ends[0]._sent
@@ -302,13 +302,13 @@ def test_a_count_that_cannot_be_is_not_believed(lasting: Lasting, count: int) ->
         come(asked)
     lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
     one, other = lasting._connect()
-    line = Line(other)
-    opening = threading.Thread(target=line.open, args=(PATIENCE_S, lasting.ends[1]._ciphers_for))
+    pipe = Pipe(other)
+    opening = threading.Thread(target=pipe.open, args=(PATIENCE_S, lasting.ends[1]._ciphers_for))
     opening.start()
 
     def say() -> None:
         opening.join()
-        line.send(struct.pack(">Q", count))
+        pipe.send(struct.pack(">Q", count))
 
     threading.Thread(target=say).start()
     with pytest.raises(

@@ -89,9 +89,9 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
         ends[1 - closes].receive(waits)
         broken = threading.Event()
         ends[closes]._broken = lambda connection: broken.set()  # it does not come back by itself
-        line = ends[closes]._line
-        assert line is not None
-        line.socket.shutdown(socket.SHUT_RDWR)
+        pipe = ends[closes]._pipe
+        assert pipe is not None
+        pipe.socket.shutdown(socket.SHUT_RDWR)
         assert broken.wait(PATIENCE_S)  # the other end may have brought it back by now
         ends[closes].close()
         with pytest.raises(ConnectionLost):

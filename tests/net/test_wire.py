@@ -18,10 +18,10 @@ import torch
 
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.net import pairs, wire
-from hf_cocodc.net.connection import Connection
+from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.view import Revoked, UnderWay, View
-from hf_cocodc.net.wire import Wire
-from tests.link.memory import Post, at_once, connect, connected, wait_until
+from hf_cocodc.net.wire import FIRST, Wire
+from tests.link.memory import PATIENCE_S, Post, at_once, connect, connected, wait_until
 
 IDS = (2, 5, 9)
 TAG = 63
@@ -100,26 +100,65 @@ def test_the_first_call_that_fails_ends_the_waiting() -> None:
     assert sorted(begun) == [0, 1]
 
 
-def test_a_time_out_fails_its_pair_alone() -> None:
-    """The others of the region that waited in vain, and of the one that was silent, go on."""
-    wires = connected(IDS)
-    wires[2].timeout_s = 0.001
-    view = wires[2].view(IDS, 1)
-    with pytest.raises(RegionLostError, match="region 5 went silent in the middle of news") as caught:
-        view.wait([view.receive(1, row(), TAG, 0, "news")], "news")
-    assert caught.value.region == 5
-    view.revoke()
-    wires[2].drop(5)
-    wires[2].timeout_s = 20.0
-    for one, other in ((2, 9), (5, 9)):
-        assert (
-            met([wires[one].view((one, other), 2), wires[other].view((one, other), 2)]) == [[one, other]] * 2
-        )
+def test_no_region_is_silent_while_its_bytes_flow() -> None:
+    """A piece may take longer than the time-out on a slow link: each byte counts, on any connection of the pair."""
+    wires = connected((2, 5))
+    view = wires[2].view((2, 5), FIRST)  # as regions meet: later the coordinator judges
+    view._timeout_s = 0.2
+    pair, flows = wires[5]._pairs[2], threading.Event()
+    news = torch.zeros(4 << 20, dtype=torch.uint8)
+    awaited = view.receive(1, news, TAG, 0, "news")
+
+    def trickle() -> None:
+        for number in range(8):
+            pair.connection(None).send(Operation(FIRST, 900 + number, torch.zeros(10, dtype=torch.uint8)))
+            time.sleep(0.1)
+        flows.set()
+
+    with pytest.raises(RegionLostError, match="region 5 went silent in the middle of news"):
+        at_once(lambda: view.wait([awaited], "news"), trickle)
+    assert flows.is_set()
 
 
-def test_a_patient_wire_waits_for_a_region_that_lives() -> None:
+def test_bytes_that_flow_are_progress() -> None:
+    """What the heartbeats say of a transfer in which nothing moves."""
+    wires = connected((2, 5))
+    waits = wires[2].waits
+    waits.begin(5, "news", is_late=False)
+    wires[2].look()
+    before = waits.moved_at
+    wires[2].look()
+    assert waits.moved_at == before
+    wires[5]._pairs[2].connection(None).send(Operation(1, 900, torch.zeros(10, dtype=torch.uint8)))
+
+    def has_moved() -> bool:
+        wires[2].look()
+        return waits.moved_at > before
+
+    wait_until(has_moved)
+
+
+def test_a_thread_that_was_left_alone_hides_nothing_from_its_successor() -> None:
+    """It may be about to wait, or have waited to the end, when its attempt becomes void."""
+    wires = connected((2, 5))
+    old, new = (wires[2].view((2, 5), order) for order in (1, 2))
+    old.revoke()
+    awaited = new.receive(1, row(), TAG, 0, "news")
+    waiting = threading.Thread(target=lambda: new.wait([awaited], "news"))
+    waiting.start()
+    wait_until(lambda: wires[2].waits.region == 5)
+    old.revoke()
+    with pytest.raises(Revoked):
+        old.wait([], "news")
+    assert wires[2].waits.region == 5
+    view = wires[5].view((2, 5), 2)
+    view.wait([view.send(0, row(), TAG, 0, "news")], "news")
+    waiting.join(PATIENCE_S)
+
+
+def test_a_wire_waits_for_a_region_that_lives() -> None:
     """It may itself wait for a region that hangs, and so send nothing for longer than the time-out."""
-    wires = connected((2, 5), is_patient=True)
+    wires = connected((2, 5))
     wires[2].timeout_s = 0.001
     views, news = [wires[region].view((2, 5), 1) for region in (2, 5)], row()
     awaited = views[0].receive(1, news, TAG, 0, "news")

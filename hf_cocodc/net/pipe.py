@@ -33,7 +33,7 @@ class Muted(OSError):
     """Small packets pass, and large ones do not."""
 
 
-class Line:
+class Pipe:
     """A connected socket, which blocks. Both ends `open` it before anything else is sent."""
 
     def __init__(self, connected: socket.socket) -> None:
