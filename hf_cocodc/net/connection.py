@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .keys import Altered
+from .large import Swallowed
 from .pacing import pace, set_congestion
 from .pipe import CLOSED, CiphersFor, Pipe
 
@@ -126,7 +127,7 @@ class Connection:
         self._pipe: Pipe | None = None
         self._last: Pipe | None = None
         self._moved_before = 0
-        self._name, self._ciphers_for, self._was_altered = name, ciphers_for, False
+        self._name, self._ciphers_for, self._is_said = name, ciphers_for, False
         self._broken, self._congestion, self._rate = broken, congestion, math.inf
         self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._sent: deque[Operation] = deque()  # and not acknowledged by the other end
@@ -297,13 +298,13 @@ class Connection:
             raise self._error
 
     def _note(self, error: BaseException) -> None:
-        """Say once that somebody alters what is sent: the socket is given up, and what it brought comes again."""
-        if isinstance(error, Altered) and not self._was_altered:
-            self._was_altered = True
+        """Say once why sockets do not hold where no machine is down. What was in them comes again."""
+        if isinstance(error, Altered | Swallowed) and not self._is_said:
+            self._is_said = True
             logger.warning(
-                "connection %s: %s. It comes again on another socket. If this is said often, somebody or something between the "
-                "regions alters what they send.",
-                *(self._name, error.strerror),
+                "connection %s: %s. If this is said often, look at what is between the regions.",
+                self._name,
+                error.strerror,
             )
 
     def _break(self, pipe: Pipe | None, error: Exception) -> None:

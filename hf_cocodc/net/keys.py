@@ -9,7 +9,6 @@ that nothing else has. Its messages are numbered, so no two have the same nonce,
 
 import contextlib
 import datetime
-import errno
 import functools
 import hashlib
 import hmac
@@ -151,9 +150,7 @@ class Cipher:
         try:
             return self._aes.decrypt(self._nonce(), sealed, None)
         except InvalidTag:
-            raise Altered(
-                errno.EBADMSG, "what came was altered on its way, or comes from somebody else"
-            ) from None
+            raise Altered("what came was altered on its way, or comes from somebody else") from None
 
     def _nonce(self) -> bytes:
         self._number += 1

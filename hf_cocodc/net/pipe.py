@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from .keys import Ciphers
+from .large import Swallowed
 
 CLOSED = "the other end has closed the connection"
 _NONCE_BYTES = 32
@@ -29,10 +30,6 @@ CiphersFor = Callable[[bytes, bytes], Ciphers]
 """From the nonces of this end and of the other one: the ciphers of a socket, which no other socket has."""
 
 
-class Muted(OSError):
-    """Small packets pass, and large ones do not."""
-
-
 class Pipe:
     """A connected socket, which blocks. Both ends `open` it before anything else is sent."""
 
@@ -42,7 +39,7 @@ class Pipe:
         self._sealed = memoryview(b"")
 
     def open(self, timeout_s: float, ciphers_for: CiphersFor | None) -> None:
-        """Make the ciphers, and prove them; see that large packets pass. Raises OSError: Muted if only small ones do."""
+        """Make the ciphers, and prove them; see that large packets pass. Raises OSError: Swallowed if only small ones do."""
         self.socket.settimeout(timeout_s)
         nonce, theirs, probe = (
             secrets.token_bytes(_NONCE_BYTES),
@@ -59,10 +56,7 @@ class Pipe:
             self.send(bytes(_PROBE_BYTES))
             self.fill(memoryview(probe))
         except TimeoutError as error:
-            raise Muted(
-                errno.EMSGSIZE,
-                f"small packets pass, and none of {_PROBE_BYTES} bytes: look at the MTU of both machines and of what is between",
-            ) from error
+            raise Swallowed from error
         self.socket.settimeout(None)
 
     def send(self, header: bytes, content: bytes | memoryview = b"", flags: int = 0) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_cocodc.net import pipe
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.large import Swallowed
 from hf_cocodc.net.pipe import Pipe
 from tests.link.memory import PATIENCE_S, at_once, wait_until
-from tests.net.ends import ends_on
+from tests.net.ends import ends_on, sealing
 
 KEYS = Keys(bytes(range(32)))
 Ends = tuple[Connection, Connection]
@@ -270,6 +272,8 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
         threading.Timer(0.3, lasting.mend).start()
     lasting.ends[0].drain(time.monotonic() + (0.0 if how == "cut" else PATIENCE_S))
     assert not lasting.ends[0]._sent
+    if how == "cut":
+        wait_until(lambda: lasting.count == 1)
 
 
 def test_draining_ends_with_the_time_or_the_connection(lasting: Lasting) -> None:
@@ -342,3 +346,19 @@ def test_a_broken_connection_that_ends_lets_all_go(lasting: Lasting) -> None:
         with pytest.raises(ConnectionLost, match="it has not come back"):
             operation.wait(PATIENCE_S)
     wait_until(lambda: not any(each.is_alive() for each in (end._sender, end._receiver)))
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "sealed"])
+def test_a_way_on_which_only_small_packets_pass_is_named(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The network may change while a run trains: then a connection cannot come back, and the log names the MTU."""
+    monkeypatch.setattr(pipe, "_PROBE_S", 0.3)
+    one, other = socket.socketpair()
+    threading.Thread(target=lambda: other.sendall(other.recv(32))).start()
+    end = Connection("a", ciphers_for=sealing(keys, True))
+    with pytest.raises(Swallowed, match="MTU"):
+        end.attach(one)
+    assert "MTU" in caplog.text
+    end.close()
+    other.close()
