@@ -304,7 +304,7 @@ class Connection:
             logger.warning(
                 "connection %s: %s. If this is said often, look at what is between the regions.",
                 self._name,
-                error.strerror,
+                error,
             )
 
     def _break(self, pipe: Pipe | None, error: Exception) -> None:
