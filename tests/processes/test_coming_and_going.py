@@ -466,3 +466,35 @@ def test_a_sharded_region_that_was_stopped_for_too_long_comes_back(tmp_path: Pat
     run.send(1, signal.SIGSTOP)
     check_shards(run, run.results_once_it_is_back(1))
     assert len(events(tmp_path, 1, "join")) == 1
+
+
+@pytest.mark.slow
+def test_too_few_sharded_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, loop, 60, 0.05, "diloco", 2, ranks=2, is_sharded=True)
+    held_at = run.lose(1)
+    run.start(1)
+    found = run.results(0, 1)
+    check_shards(run, found)
+    assert found[1]["began_at"] <= held_at + 2
+
+
+@pytest.mark.slow
+def test_a_sharded_region_leaves_in_good_order(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, loop, 100, 0.1, "streaming", 1, ranks=2, is_sharded=True, when_one_ends="continue")
+    run.wait_for_step(1, 9)
+    run.ask_to_leave(1)
+    first, second = run.results(0, 1)
+    assert (first["inner_step"], first["verdict"]) == (100, None)
+    assert second["verdict"] == "leave" and second["inner_step"] < 100
+    [gone] = events(tmp_path, 0, "left")
+    assert gone["region"] == 1
+
+
+@pytest.mark.slow
+def test_a_sharded_region_without_a_checkpoint_takes_over_another_ones(tmp_path: Path) -> None:
+    """Its leader alone asks the others for it; all ranks go on from there, with as many calls behind them."""
+    for count, steps in ((2, 10), (3, 20)):
+        run = Run(tmp_path, count, trainer, steps, 0.0, "diloco", 1, True, ranks=2, is_sharded=True)
+        check_shards(run, run.results(*range(count)))
+    epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
+    assert epochs == [[0, 1], [0, 1, 2]]
