@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _MEET_S = 60.0
 _BEAT_S = 1.0
 _END_S = 2.0
-_LONGEST_GREETING = 200
+_LONGEST_GREETING, _GREETING_S = 200, 2.0
 
 
 class _SinceHeard(ControlMessage, frozen=True):
@@ -73,21 +73,19 @@ class RankLine:
             self._socket.sendall(line_of(message, 1 << 30))
 
     def receive(self) -> Any:
-        """The next message; None once the other end has gone."""
-        with contextlib.suppress(OSError, ValueError):
+        """The next message; None, and nothing more can be said, once the other end has gone."""
+        with contextlib.suppress(OSError, ValueError, LinkError):
             line = self._lines.readline()
-            return from_line(line, _decoder) if line.endswith(b"\n") else None
+            if line.endswith(b"\n"):
+                return from_line(line, _decoder)
+        self._lines.close()
+        self._socket.close()
         return None
 
     def close(self) -> None:
+        """Say nothing more. What the other end says may still be received, to its end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-    def cut(self) -> None:
-        """Close at once, both ways."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 def lines_of(group: RegionGroup) -> dict[int, RankLine]:
@@ -119,17 +117,18 @@ def _accept(server: socket.socket, token: str, num_ranks: int) -> dict[int, Rank
         server.settimeout(max(until - time.monotonic(), 0.01))
         try:
             caller, _ = server.accept()
-            caller.settimeout(max(until - time.monotonic(), 0.01))
-            greeting = b""
+        except OSError as error:
+            if time.monotonic() < until:
+                continue
+            missing = sorted({*range(1, num_ranks)} - lines.keys())
+            raise LinkError(
+                f"rank {missing[0]} of this region has not reached its leader (rank 0)."
+            ) from error
+        caller.settimeout(_GREETING_S)
+        greeting = b""
+        with contextlib.suppress(OSError):
             while not greeting.endswith(b"\n") and len(greeting) < _LONGEST_GREETING:
                 greeting += caller.recv(1) or b"\n"
-        except OSError as error:
-            if time.monotonic() > until:
-                missing = sorted({*range(1, num_ranks)} - lines.keys())
-                raise LinkError(
-                    f"rank {missing[0]} of this region has not reached its leader (rank 0)."
-                ) from error
-            continue
         said_token, _, rank = greeting.decode(errors="replace").strip().partition(" ")
         if hmac.compare_digest(said_token.encode(), token.encode()) and rank.isdecimal():
             lines[int(rank)] = RankLine(caller)

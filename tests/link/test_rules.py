@@ -49,6 +49,7 @@ from hf_cocodc.link.rules import (
     HeardFrom,
     Held,
     Landed,
+    Led,
     Made,
     Marked,
     Missed,
@@ -334,6 +335,15 @@ def test_who_makes_no_further_call_says_so() -> None:
     process.land()
     process.do(NoMoreCalls())
     assert process.do(asked(0)) == [report(done=1, last=1)]
+
+
+def test_calls_that_a_leader_has_made_alone_lie_behind_all_ranks() -> None:
+    """The next call of a rank without them has the same number in all lanes."""
+    rank = Process()
+    assert rank.do(Led(3)) == []
+    assert (rank.part.submitted, rank.part.done) == (3, 3)
+    assert rank.do(Made("x")) == [Begin(4, 0, ALL)]
+    assert rank.do(Led(9)) == [] and rank.part.submitted == 4, "not while a call is in hand"
 
 
 def test_a_lost_member_does_not_come_back_with_a_change() -> None:
