@@ -869,6 +869,8 @@ class _Work:
     def look_at_majority(self) -> None:
         """Tell those who have called whether this coordinator can decide, if most members do not call."""
         state = self.state
+        if not state.terms.elastic:  # it loses nobody
+            return
         if state.has_majority:
             for who in state.seats.keys() & state.told.keys():
                 self.change(told=_without(self.state.told, who))

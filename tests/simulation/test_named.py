@@ -89,17 +89,6 @@ PLANS: dict[str, Plan] = {
         seed=0, regions=4, steps=60, step_s=2.0,
         faults=(Fault(4.0, "twins", seconds=30.0), Fault(6.0, "start", 5, way=1), Fault(7.0, "leave", 2))
     ),
-    "a member is paired with a newcomer that a coordinator without its file does not know": Plan(
-        seed=3002615,
-        steps=60,
-        interval=2,
-        step_s=2.5,
-        faults=(
-            Fault(2.01, "start", 5, way=1),
-            Fault(6.13, "kill_coordinator", 0, 2, seconds=4.69),
-            Fault(9.7, "cut", 1, seconds=5.93, way=2),
-        ),
-    ),
     "the decision of a loss names a region that has left meanwhile": Plan(
         seed=3010738,
         steps=60,
@@ -110,20 +99,6 @@ PLANS: dict[str, Plan] = {
             Fault(0.96, "leave", 0),
             Fault(11.11, "cut", 1, seconds=10.71),
             Fault(16.26, "cut", 1, 2, seconds=7.66, way=1),
-        ),
-    ),
-    "two coordinators, and the file of one is older than the tickets of the other": Plan(
-        seed=1102887,
-        regions=2,
-        steps=60,
-        step_s=2.5,
-        interval=3,
-        fragments=1,
-        overlap=1,
-        faults=(
-            Fault(12.89, "second_coordinator", seconds=0.29, way=2),
-            Fault(17.98, "start", 5, way=1),
-            Fault(19.38, "kill_coordinator", 1, seconds=10.3),
         ),
     ),
     "two coordinators, and each announces a change of the same number": Plan(
@@ -142,7 +117,7 @@ PLANS: dict[str, Plan] = {
             Fault(21.38, "kill", 2),
         ),
     ),
-    "a region that has left still had a part in a transfer that loses another, and a coordinator without its file decides": Plan(
+    "a region that has left still had a part in a transfer that loses another": Plan(
         seed=30030245,
         regions=5,
         steps=12,
