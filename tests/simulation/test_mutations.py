@@ -11,9 +11,11 @@ import pytest
 from hf_cocodc.coordinator import rules as coordinator
 from hf_cocodc.coordinator import verdict
 from hf_cocodc.link import rules as link
+from hf_cocodc.link import voice
 
 from .schedules import random_plan, run
 from .test_named import PLANS as NAMED
+from .test_random import lane_plan
 from .world import Plan
 
 PLANS = 1000
@@ -62,10 +64,17 @@ MUTATIONS: list[tuple[str, ModuleType, str, str, str]] = [
      "calls=(*state.calls, call))", "calls=(call,))"),
     ("the smallest promise counts", coordinator, "_Work",
      "self.answer(max(", "self.answer(min("),
+    ("a call completes once one rank holds it", voice, "_held",
+     "len(ranks) < voice.num_ranks and", "len(ranks) < 1 and"),
+    ("a region reports once its leader has", voice, "_reported",
+     "if len(voice.reports) == voice.num_ranks:", "if rank == LEADER:"),
 ]  # fmt: skip
 
 
-def plans() -> Iterator[Plan]:
+def plans(module: ModuleType) -> Iterator[Plan]:
+    if module is voice:
+        yield from map(lane_plan, range(PLANS))
+        return
     yield from (replace(plan, seed=seed) for seed in range(4) for plan in NAMED.values())
     yield from map(random_plan, range(PLANS))
 
@@ -81,7 +90,9 @@ def plans_until_caught(module: ModuleType, name: str, old: str, new: str) -> int
     try:
         for user in users:
             setattr(user, name, space[name])
-        return next((number for number, plan in enumerate(plans()) if run(plan).failure is not None), None)
+        return next(
+            (number for number, plan in enumerate(plans(module)) if run(plan).failure is not None), None
+        )
     finally:
         for user in users:
             setattr(user, name, original)
