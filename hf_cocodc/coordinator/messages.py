@@ -278,7 +278,7 @@ class Welcome(ControlMessage, frozen=True, kw_only=True):
         joins: whether the run trains already: this is a newcomer.
         members: with whom the run begins, or who takes part; `others` are other newcomers.
         token: what `Hello` said; `Back` says it again.
-        compared: what the regions are, in the order of `members`; of the first one if it joins.
+        differences: what regions have otherwise than the others, and may, in sentences.
         losses: decisions on losses so far.
         step: the furthest inner step known.
         relay: port of the relay on the coordinator's machine; None if there is none.
@@ -291,7 +291,7 @@ class Welcome(ControlMessage, frozen=True, kw_only=True):
     members: Several[Place]
     token: Text = ""
     others: Several[Place] = ()
-    compared: Several[dict[str, Any]]
+    differences: Several[Text] = ()
     losses: Whole = 0
     step: Whole = 0
     relay: Whole | None = None

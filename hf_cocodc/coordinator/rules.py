@@ -11,14 +11,16 @@ are seconds of a clock that stands still while the coordinator does.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from msgspec import structs
 
+from ..errors import short
 from ..net.letters import Member
-from .hello import first_difference
+from .hello import first_difference, side_by_side
 from .messages import (
     NO_GENERATION,
     Announce,
@@ -79,6 +81,7 @@ HERE_S = 5.0
 PROMISE_S = 10.0
 """How long a question for promises waits for all of them."""
 KEPT_DECISIONS = 16
+_MOST_DIFFERENCES, _LONGEST_SENTENCE = 100, 1000
 _KEPT_RUNS = 16
 ANOTHER = "another process of this region has been started"
 
@@ -188,6 +191,7 @@ class Run:
         electors: members when this coordinator read its file; `uncalled`: who of the expected has not called since then.
         leavers: members that want to leave.
         hellos: connections that wait, with what they have said; `told` has what they wait for.
+        agreed: pairs of connections that wait, and have said what may be together in one run.
         pairs: (a, b): process a says that it is connected to process b.
         missed: members whose place another process claims, with the reason.
         asked_at: when the reports were asked for; None if no loss is in hand.
@@ -222,6 +226,7 @@ class Run:
     told: Mapping[int, Waiting] = field(default_factory=dict)
     seats: Mapping[int, Seat] = field(default_factory=dict)
     newcomers: Mapping[Member, Newcomer] = field(default_factory=dict)
+    agreed: frozenset[tuple[int, int]] = frozenset()
     pairs: frozenset[tuple[Member, Member]] = frozenset()
     reports: Mapping[Member, Report] = field(default_factory=dict)
     missed: Mapping[Member, str] = field(default_factory=dict)
@@ -257,20 +262,32 @@ class Run:
         """Whether there is a run that goes on."""
         return bool(self.run) and self.ended is None
 
+    @cached_property
+    def callers(self) -> Mapping[Member, int]:
+        """The connection of each process that has one."""
+        return {seat.member: who for who, seat in self.seats.items()}
+
     def seat_of(self, member: Member) -> int | None:
         """The connection of a process; None if it has none."""
-        return next((who for who, seat in self.seats.items() if seat.member == member), None)
+        return self.callers.get(member)
 
-    @property
-    def there(self) -> set[Member]:
+    @cached_property
+    def there(self) -> frozenset[Member]:
         """All processes of the run, as far as this coordinator knows."""
-        return {*self.expected, *self.newcomers}
+        return frozenset({*self.expected, *self.newcomers})
 
-    @property
+    @cached_property
     def expected(self) -> tuple[Member, ...]:
         """Members, and newcomers that are announced: who may take part in a transfer now or soon."""
-        coming = {change.member for change in self.announced if change.kind == "join"}
-        return tuple(sorted(each for each in {*self.members, *coming} if each.ticket not in self.lost))
+        return _expected(self.members, self.announced, self.lost)
+
+
+@lru_cache(maxsize=64)
+def _expected(
+    members: tuple[Member, ...], announced: tuple[Change, ...], lost: frozenset[int]
+) -> tuple[Member, ...]:
+    coming = {change.member for change in announced if change.kind == "join"}
+    return tuple(sorted(each for each in {*members, *coming} if each.ticket not in lost))
 
 
 DURABLE = (
@@ -322,7 +339,8 @@ def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]
             work.stood_still()
         case Tick():
             pass
-    work.proceed()
+    # a heartbeat of one says nothing of whom others wait for: the next tick looks at them
+    work.proceed(event.who if isinstance(event, Came) and isinstance(event.message, Beat) else None)
     effects: list[Effect] = list(work.effects)
     if durable(work.state) != durable(state):
         effects.insert(0, Persist())
@@ -348,6 +366,8 @@ class _Work:
                 self.back(who, message)
             case Claim() | AskLeave():
                 self.command(who, message)
+            case Beat() if who in self.state.seats:
+                self.beat(self.state.seats[who], who, message)
             case _ if who in self.state.seats:
                 seat = replace(self.state.seats[who], heard_at=self.now)
                 self.change(seats={**self.state.seats, who: seat})
@@ -359,8 +379,6 @@ class _Work:
         """A message of a member or a newcomer."""
         state, member = self.state, seat.member
         match message:
-            case Beat():
-                self.beat(seat, who, message)
             case Report():
                 self.report(who, structs.replace(message, member=member))
             case Paired(member=other) if other in state.there:
@@ -503,6 +521,7 @@ class _Work:
         state, now = self.state, self.now
         seat = replace(
             seat,
+            heard_at=now,
             beat=beat,
             beat_at=now,
             moved_at=now if beat.step != seat.beat.step else seat.moved_at,
@@ -536,15 +555,20 @@ class _Work:
             uncalled=state.uncalled & stay,
         )
 
-    def suspects(self) -> None:
-        """Tell members that wait for one that seems to be lost."""
+    def suspects(self, only: int | None) -> None:
+        """Tell members, or `only` one connection's, that wait for one that seems to be lost."""
         state = self.state
+        seats = state.seats if only is None else {only: state.seats[only]} if only in state.seats else {}
+        waiting = [
+            (who, seat, seat.beat.awaits) for who, seat in seats.items() if seat.beat.awaits is not None
+        ]
+        if not waiting:
+            return
         told = dict(state.seats)
-        for who, seat in state.seats.items():
-            if seat.beat.awaits is None or seat.member not in state.expected:
-                continue
-            other = next((each for each in state.expected if each.region == seat.beat.awaits), None)
-            if other is None or other == seat.member:
+        expected, by_region = {*state.expected}, {each.region: each for each in reversed(state.expected)}
+        for who, seat, region in waiting:
+            other = by_region.get(region)
+            if other is None or other == seat.member or seat.member not in expected:
                 continue
             doubt = self.doubt(seat, other)
             if doubt is not None:
@@ -719,9 +743,10 @@ class _Work:
             not state.trains or state.uncalled
         ):  # who has not called may know other changes, from an earlier coordinator
             return
-        for member in sorted(state.leavers):
-            self.announce("leave", member)
-        self.change(leavers=frozenset())
+        if state.leavers:
+            for member in sorted(state.leavers):
+                self.announce("leave", member)
+            self.change(leavers=frozenset())
         state = self.state
         if state.asked_at is not None or state.question is not None:
             return
@@ -808,7 +833,7 @@ class _Work:
                 joins=True,
                 members=self.places(state.expected),
                 others=self.places(each for each in state.newcomers if each not in state.expected),
-                compared=(dict(state.compared),),
+                differences=_differences([state.compared, hello.compared]),
                 losses=state.losses,
                 step=max(steps, default=0),
             ),
@@ -852,12 +877,12 @@ class _Work:
 
     # -- the beginning, and coming back
 
-    def proceed(self) -> None:
-        """What follows from the state as it is, whatever has happened."""
+    def proceed(self, signs: int | None) -> None:
+        """What follows from the state as it is, whatever has happened. `signs`: the connection whose heartbeat it was, if any."""
         self.note_away()
         self.look_at_majority()
         self.decide()
-        self.suspects()
+        self.suspects(signs)
         self.answer_if_known()
         for who, hello in sorted(self.state.hellos.items()):
             if who in self.state.hellos:
@@ -885,7 +910,7 @@ class _Work:
 
     def note_away(self) -> None:
         """Note since when members of the run are not connected, and since when none is."""
-        here = {seat.member for seat in self.state.seats.values()}
+        here = self.state.callers.keys()
         for newcomer in (
             self.state.newcomers.keys() - here
         ):  # it has not called since this coordinator was started
@@ -895,7 +920,7 @@ class _Work:
         away = {each: state.away.get(each, self.now) for each in state.there - here}
         if away != state.away:
             self.change(away=away)
-        if here.intersection(state.members):
+        if not here.isdisjoint(state.members):
             if state.alone_since is not None:
                 self.change(alone_since=None)
         elif state.run and state.alone_since is None:
@@ -936,6 +961,7 @@ class _Work:
         if state.trains and is_elastic and not self.is_void():
             return
         here: dict[int, int] = {}
+        agreed: set[tuple[int, int]] = set()
         for who, hello in sorted(state.hellos.items()):
             if hello.join:
                 continue
@@ -950,7 +976,7 @@ class _Work:
                     "each a name of its own (regions.run, --run or HF_COCODC_RUN, equal in its regions).",
                 )
                 continue
-            if first is not None:
+            if first is not None and (here[first], who) not in state.agreed:
                 one, two = sorted((first, hello.region))
                 pair = {first: state.hellos[here[first]], hello.region: hello}
                 wrong = first_difference(one, _said(pair[one]), two, _said(pair[two]))
@@ -958,14 +984,14 @@ class _Work:
                     for each in (*here.values(), who):
                         self.refuse(each, "HandshakeError", wrong)
                     return
+                agreed.add((here[first], who))
             here[hello.region] = who
+        if agreed:
+            self.change(agreed=state.agreed | agreed)
         trains = state.trains and state.alone_since is None
-        for who in here.values():
-            absent = set(range(state.hellos[who].terms.count)) - here.keys()
-            if absent or trains:
-                self.tell_waiting(who, Waiting(absent=tuple(sorted(absent)), why=self.why_waiting()))
         if not here:
             return
+        self.tell_absent(here, trains)
         absent = set(range(state.hellos[here[min(here)]].terms.count)) - here.keys()
         coming = {each.region: each for each in state.newcomers}
         if absent and absent <= coming.keys() and state.trains and self.is_void():
@@ -977,6 +1003,21 @@ class _Work:
                 )
         if not absent and not trains:
             self.begin(here)
+
+    def tell_absent(self, here: Mapping[int, int], trains: bool) -> None:
+        """Tell the regions that wait for each other, by their connections, who has not come. `trains`: others train."""
+        told, why = dict(self.state.told), self.why_waiting()
+        news: dict[int, Waiting] = {}  # many get the same
+        for who in here.values():
+            count = self.state.hellos[who].terms.count
+            if count not in news:
+                absent = set(range(count)) - here.keys()
+                news[count] = Waiting(absent=tuple(sorted(absent)), why=why)
+            if (news[count].absent or trains) and told.get(who) != news[count]:
+                told[who] = news[count]
+                self.send(who, news[count])
+        if told != self.state.told:
+            self.change(told=told)
 
     def why_waiting(self) -> str:
         """Why regions that wait for each other may do so in vain: a supervisor may have started one of them again."""
@@ -1017,7 +1058,7 @@ class _Work:
             hellos={who: hello for who, hello in state.hellos.items() if who not in here.values()},
             seats={here[member.region]: self.seat(member) for member in members},
         )
-        compared = tuple(dict(hello.compared) for hello in hellos.values())
+        places, differences = self.places(members), _differences([each.compared for each in hellos.values()])
         for member in members:
             self.send(
                 here[member.region],
@@ -1027,8 +1068,8 @@ class _Work:
                     me=member,
                     token=hellos[member.region].token,
                     joins=False,
-                    members=self.places(members),
-                    compared=compared,
+                    members=places,
+                    differences=differences,
                 ),
             )
 
@@ -1180,6 +1221,12 @@ def _over(bye: Bye) -> Over:
 def _said(hello: Hello) -> dict[str, Any]:
     """What regions compare, with the number of regions."""
     return {"regions.count": hello.terms.count, **hello.compared}
+
+
+def _differences(compared: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(
+        short(sentence, _LONGEST_SENTENCE) for sentence in side_by_side(compared)[:_MOST_DIFFERENCES]
+    )
 
 
 def _without(mapping: Mapping[Any, Any], key: Any) -> Mapping[Any, Any]:

@@ -89,9 +89,9 @@ def own_hello(
     )
 
 
-def show_differences(hellos: Sequence[Mapping[str, Any]]) -> None:
+def show_differences(sentences: Sequence[str]) -> None:
     """Log what regions have otherwise than the others."""
-    for sentence in side_by_side(hellos):
+    for sentence in sentences:
         logger.warning(sentence)
 
 
@@ -327,7 +327,7 @@ def meet_again(group: RegionGroup, lane: RegionSession) -> None:
 
 def _told(welcome: Welcome) -> Any:
     """What other ranks need of it."""
-    return msgspec.to_builtins(structs.replace(welcome, compared=()))
+    return msgspec.to_builtins(structs.replace(welcome, differences=()))
 
 
 def _meet(context: RegionContext, join: bool) -> Client:
@@ -337,11 +337,11 @@ def _meet(context: RegionContext, join: bool) -> Client:
         words = f"joins run {context.name!r}, which trains at step {welcome.step}"
         announce("region %d %s", context.region, words)
         tell("joining the run", news=words)
-        show_differences([*welcome.compared, context.compared])
+        show_differences(welcome.differences)
     else:
         hosts = ", ".join(place.host for place in welcome.members)
         announce("all %d regions of run %r have met: %s", len(welcome.members), context.name, hosts)
-        show_differences(welcome.compared)
+        show_differences(welcome.differences)
     return client
 
 
@@ -389,7 +389,7 @@ def meet(
     hellos = [json.loads(each) for each in spread_all(link, text, "what it is").values()]
     link.count_broadcasts()  # what crosses the coordinator does not count either
     compare(hellos)
-    show_differences(hellos)
+    show_differences(side_by_side(hellos))
     _COMPARED.add(link)
     return link
 

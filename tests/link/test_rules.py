@@ -429,7 +429,7 @@ def here(member: Member) -> HeardFrom:
 
 def test_who_enters_connects_to_all() -> None:
     places = tuple(Place(each, "host") for each in ALL)
-    welcome = Welcome(run="r", generation=FOURTH, me=NEW, joins=True, members=places, compared=(), losses=2)
+    welcome = Welcome(run="r", generation=FOURTH, me=NEW, joins=True, members=places, losses=2)
     part = enter(welcome, Terms(count=3, elastic=True))
     assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)
     assert part.meeting == {*ALL} and part.generation == FOURTH and part.members == (NEW,)

@@ -91,7 +91,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
 def _connected(me: Member, members: tuple[Member, ...], terms: Terms) -> Part:
     """The part of a process that has met the others, and is connected to them."""
     places = tuple(Place(each, "") for each in members)
-    welcome = Welcome(run="1", generation=FIRST, me=me, joins=False, members=places, compared=())
+    welcome = Welcome(run="1", generation=FIRST, me=me, joins=False, members=places)
     part = link.enter(welcome, terms)
     for other in sorted(part.meeting):
         part, _ = link.step(part, link.Connected(other))
