@@ -209,7 +209,7 @@ class Connection:
                     self._changed.wait_for(lambda: not self._reads and not self._writes)
                     self._check()
                 if self._last is not None:
-                    self._moved_before += self._last.moved
+                    self._moved_before += self._last.look()[0]
                     self._last.socket.close()
                 connected.settimeout(timeout_s)
                 pipe.send(_COUNT.pack(self._num_received))
@@ -238,10 +238,10 @@ class Connection:
             pipe = self._pipe
             if pipe is None:
                 return self._moved_before
-            moved, is_dead = self._moved_before + pipe.moved, pipe.is_dead
+            moved, is_dead = pipe.look()
         if is_dead:
             self._break(pipe, ConnectionLost("nothing is answered on its socket"))
-        return moved
+        return self._moved_before + moved
 
     def ask(self) -> None:
         """Ask the other end how much it has received, if it has not said that of all."""

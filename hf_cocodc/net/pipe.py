@@ -84,30 +84,18 @@ class Pipe:
             _fill(self.socket, sealed)
             piece[:] = cipher.open(sealed)
 
-    @property
-    def moved(self) -> int:
-        """Bytes that have come, or that the other end's machine has taken; 0 where the kernel does not say."""
-        state = self._state()
-        return state[3] + state[4] if state else 0
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether what was sent, or a question whether the other end takes more, has been unanswered for long.
-
-        An end that takes nothing answers: it may only be late.
+    def look(self) -> tuple[int, bool]:
+        """Bytes that have come, or that the other end's machine has taken (0 where the kernel does not say); and whether the
+        socket is dead: what was sent, or a question whether the other end takes more, has been unanswered for long. An end that
+        takes nothing answers: it may only be late.
         """
-        state = self._state()
-        if not state:
-            return False
-        retransmits, probes, answered_ms, *_ = state
-        return max(retransmits, probes) >= _UNANSWERED and answered_ms > _GONE_MS
-
-    def _state(self) -> tuple[int, ...]:
         try:
             raw = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
-            return _STATE.unpack(raw)
+            retransmits, probes, answered_ms, acked, received = _STATE.unpack(raw)
         except (OSError, AttributeError, struct.error):  # it is closed, or not Linux
-            return ()
+            return 0, False
+        is_dead = max(retransmits, probes) >= _UNANSWERED and answered_ms > _GONE_MS
+        return acked + received, is_dead
 
 
 def _fill(connected: socket.socket, memory: memoryview) -> None:

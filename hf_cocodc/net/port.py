@@ -181,5 +181,5 @@ def tuned(connection: socket.socket) -> socket.socket:
     connection.settimeout(None)
     keep_from_forks(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(connection, is_read=False)  # of a late region; `Pipe.is_dead` judges
+    keep_alive(connection, is_read=False)  # of a late region; `Pipe.look` judges
     return connection

@@ -152,14 +152,16 @@ class View:
     def _wait(self, region: int, operation: Operation, patience_s: float | None) -> None:
         """Wait for an operation. Raises TimeoutError if no byte of its region has come or gone for `patience_s`."""
         pair = next(each for each in self._pairs.values() if each.region == region)
+        before = None if patience_s is None else pair.look()
         while True:
-            before = pair.look()
             try:
                 operation.wait(patience_s)
                 return
             except TimeoutError:
-                if pair.look() == before:
+                moved = pair.look()
+                if moved == before:
                     raise
+                before = moved
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
         """Start to exchange a small tensor with every other region, on the control connection."""
