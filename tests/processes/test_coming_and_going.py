@@ -498,3 +498,29 @@ def test_a_sharded_region_without_a_checkpoint_takes_over_another_ones(tmp_path:
         check_shards(run, run.results(*range(count)))
     epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
     assert epochs == [[0, 1], [0, 1, 2]]
+
+
+@pytest.mark.slow
+def test_a_sharded_region_ends_with_any_of_its_ranks(tmp_path: Path) -> None:
+    """No rank trains on without the others, and none of the other region waits for them."""
+    run = Run(tmp_path, 2, loop, 60, 0.1, "streaming", 1, ranks=2, is_sharded=True)
+    run.wait_for_step(1, 9)
+    leader, other = run._ranks[1]
+    other.kill()
+    leader.join(TIMEOUT_S)
+    assert leader.exitcode == 1, run.log(1).read_text()[-4000:]
+    run.wait_until_members([0], 0)
+    [first] = run.results(0)
+    assert first["inner_step"] == 60
+
+
+@pytest.mark.slow
+def test_a_fixed_run_of_sharded_regions_ends_with_one_of_them(tmp_path: Path) -> None:
+    """Soon, in all ranks, and each names the region that was lost."""
+    run = Run(tmp_path, 2, loop, 60, 0.1, "streaming", None, ranks=2, is_sharded=True)
+    run.wait_for_step(1, 9)
+    run.kill(1)
+    for process in run._ranks[0]:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 1
+    assert run.log(0).read_text().count("RegionLostError: region 1 closed its connection") >= 2
