@@ -23,8 +23,9 @@ from ..parts.tensors.memory import Buffers, Home, aside
 from ..parts.tensors.slices import longest, square
 from .base import Arrival, MeanRequest, drive
 from .exchange import Exchange
+from .part import Call
 from .records import Record, Trailer, checked, from_row, to_row
-from .rules import Begin, Call
+from .rules import Begin
 
 _PIECE_BYTES = 1 << 20
 SMALL = 64 << 10

@@ -52,8 +52,8 @@ from .base import Arrival, Handle, Link, MeanRequest, T
 from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
+from .part import Standing, back, beat, enter
 from .records import Record
-from .rules import Standing
 from .speaking import AnyClient
 from .stopping import StopAgreement
 from .voice import AllHold, Holds, RankEnded
@@ -133,7 +133,7 @@ class TcpLink:
         self.run = welcome.run
         wire.note_of, wire.liveness_of = self.note_of, self._liveness_of
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
-        self._part = rules.enter(welcome, self.terms, wire.address, self.wait_s)
+        self._part = enter(welcome, self.terms, wire.address, self.wait_s)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
         self._hand: Pending | None = None
@@ -522,7 +522,7 @@ class TcpLink:
                         self._abandon()
                     case rules.Again(call):
                         self._retry(self._pending[call.number - self._part.done - 1], call)
-                    case rules.Send(message):
+                    case rules.Tell(message):
                         self._client.send(message)
                     case rules.HangUp(why):
                         self._client.hang_up(why)
@@ -741,7 +741,7 @@ class TcpLink:
             blocked_s=now - min(blocked) if blocked else None,
             landed_s=now - self.landed_at if self.beat.landed_at >= 0 else 0.0,
         )
-        return rules.beat(part, said)
+        return beat(part, said)
 
     def _watch(self, now: float) -> None:
         """Let the rules look at the time, and say now and then for whom this region waits."""
@@ -766,7 +766,7 @@ class TcpLink:
             )
 
     def _back(self) -> Back:
-        return rules.back(self._part)
+        return back(self._part)
 
     def _away(self) -> None:
         self._feed(rules.Away())

@@ -16,7 +16,7 @@ from torch import nn
 from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
-from ..link.rules import Standing
+from ..link.part import Standing
 from ..link.spreading import gather, spread
 from ..link.within import main_says, ranks_of_region
 from ..resolve import value_in

@@ -31,7 +31,7 @@ from hf_cocodc.coordinator.messages import (
 from hf_cocodc.coordinator.rules import Came, Ended, Run, SendTo, Tick
 from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.link import rules as links
-from hf_cocodc.link.rules import Call, Part, Standing
+from hf_cocodc.link.part import Call, Part, Standing
 from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.validation import MOST
@@ -263,7 +263,7 @@ def test_what_a_member_hears_and_does(elastic: bool, standing: Standing, events:
         if standing is Standing.MEMBER and not was_marked:
             assert numbers == list(range(part.changes + 1, part.knows + 1))
         for each in effects:
-            if isinstance(each, links.Send):
+            if isinstance(each, links.Tell):
                 assert from_line(line_of(each.message)) == each.message
 
 

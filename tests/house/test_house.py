@@ -120,6 +120,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 LONG = {
     "coordinator/rules.py": "all that a coordinator decides",
+    "link/rules.py": "all that a member decides",
     "link/tcp.py": "one link, and its state",
 }
 

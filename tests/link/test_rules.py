@@ -28,6 +28,7 @@ from hf_cocodc.coordinator.messages import (
     Welcome,
 )
 from hf_cocodc.errors import LeftBehind, LinkError, RegionLostError, RunOver
+from hf_cocodc.link.part import Call, Part, Standing, back, beat, enter
 from hf_cocodc.link.rules import (
     LATE,
     Abandon,
@@ -35,7 +36,6 @@ from hf_cocodc.link.rules import (
     AllHeld,
     Away,
     Begin,
-    Call,
     Complete,
     Connect,
     Connected,
@@ -55,15 +55,10 @@ from hf_cocodc.link.rules import (
     Missed,
     NoMoreCalls,
     NotConnected,
-    Part,
-    Send,
-    Standing,
     Switched,
+    Tell,
     Ticked,
     Waited,
-    back,
-    beat,
-    enter,
     step,
 )
 from hf_cocodc.net.letters import Member
@@ -118,16 +113,16 @@ def call(number: int, what: str, losses: int = 0, parties: tuple[Member, ...] = 
     )
 
 
-def report(number: int = 0, done: int = 0, has: bool = False, **more: object) -> Send:
+def report(number: int = 0, done: int = 0, has: bool = False, **more: object) -> Tell:
     """What A says."""
     told = {"member": A, "first": 1, "members": ALL, **more}
-    return Send(Report(number=number, done=done, has=has, **told))  # type: ignore[arg-type]
+    return Tell(Report(number=number, done=done, has=has, **told))  # type: ignore[arg-type]
 
 
 def report_of(process: Process) -> Report:
     """What it says when the coordinator asks."""
     *_, send = process.do(asked(process.part.losses))
-    assert isinstance(send, Send) and isinstance(send.message, Report)
+    assert isinstance(send, Tell) and isinstance(send.message, Report)
     return send.message
 
 
@@ -440,8 +435,8 @@ def test_a_newcomer_is_connected_once_and_told_again_of_it() -> None:
     """The coordinator repeats itself; a connection under way is not begun a second time."""
     process = Process()
     assert process.do(here(NEW), here(NEW)) == [Connect(NEW)]
-    assert process.do(Connected(NEW)) == [Send(Paired(member=NEW))]
-    assert process.do(here(NEW)) == [Send(Paired(member=NEW))]
+    assert process.do(Connected(NEW)) == [Tell(Paired(member=NEW))]
+    assert process.do(here(NEW)) == [Tell(Paired(member=NEW))]
     assert process.do(here(A)) == [], "this is the process itself"
 
 
@@ -449,7 +444,7 @@ def test_a_connection_that_fails_is_tried_again_while_it_is_wanted() -> None:
     process = Process()
     process.do(here(NEW))
     assert process.do(NotConnected(NEW, "a cut")) == [Connect(NEW, again=True)]
-    assert process.do(Connected(NEW)) == [Send(Paired(member=NEW))] and not process.part.unpaired
+    assert process.do(Connected(NEW)) == [Tell(Paired(member=NEW))] and not process.part.unpaired
     process.do(HeardFrom(Gone(member=NEW)))
     assert process.do(NotConnected(NEW, "it has gone")) == []
     assert process.do(here(NEW)) == [], "who has gone does not come back under the same ticket"
@@ -494,7 +489,7 @@ def test_a_coordinator_that_is_back_hears_all_that_it_may_have_forgotten() -> No
     process.do(Connected(B), Made("one"), Missed(1, 0, C, "silent"), Away())
     assert not process.part.answers
     paired, told = process.do(HeardFrom(Resumed(generation=FIRST)))
-    assert paired == Send(Paired(member=B)) and told == report(lost=(C,), whys=("silent",))
+    assert paired == Tell(Paired(member=B)) and told == report(lost=(C,), whys=("silent",))
     assert process.part.answers
 
 

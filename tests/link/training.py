@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.base import Arrival, Handle, MeanRequest
+from hf_cocodc.link.part import Standing
 from hf_cocodc.link.records import NOTHING_TO_SAY, Word, Words
-from hf_cocodc.link.rules import Standing
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs.base import Message

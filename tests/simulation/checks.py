@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cocodc.coordinator.messages import Decided
 from hf_cocodc.link import rules
-from hf_cocodc.link.rules import Call, Part, Standing
+from hf_cocodc.link.part import Call, Part, Standing
 from hf_cocodc.net.letters import Member
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hf_cocodc.coordinator.messages import Bye, Decided, Generation, Leave, Plac
 from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
 from hf_cocodc.coordinator.state import revived
 from hf_cocodc.link import rules as link
-from hf_cocodc.link.rules import Part, Standing
+from hf_cocodc.link.part import Part, Standing, back, enter
 from hf_cocodc.net.letters import Member
 
 from .checks import Violation
@@ -92,7 +92,7 @@ def _connected(me: Member, members: tuple[Member, ...], terms: Terms) -> Part:
     """The part of a process that has met the others, and is connected to them."""
     places = tuple(Place(each, "") for each in members)
     welcome = Welcome(run="1", generation=FIRST, me=me, joins=False, members=places)
-    part = link.enter(welcome, terms)
+    part = enter(welcome, terms)
     for other in sorted(part.meeting):
         part, _ = link.step(part, link.Connected(other))
     return part
@@ -200,7 +200,7 @@ class _Work:
         taken = [seat for seat in self.run.seats if seat % 10 == part.me.ticket]
         taken += [number for number, _ in node.up if number % 10 == part.me.ticket]
         number = max(taken, default=part.me.ticket) + 10
-        self._set(i, connection=number, up=(*node.up, (number, link.back(part))))
+        self._set(i, connection=number, up=(*node.up, (number, back(part))))
 
     def late(self) -> None:
         """All time-outs of the coordinator pass."""
@@ -288,7 +288,7 @@ class _Work:
                             self._post(i, member.region, ("data", *what))
                 case link.Complete(call):
                     self._complete(i, call)
-                case link.Send(message):
+                case link.Tell(message):
                     self._send(i, message)
                 case link.HangUp():
                     raise Violation("a coordinator has lost its generation")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_cocodc.coordinator.messages import Bye, Hello, Leave, Post, Ready
 from hf_cocodc.link import rules
-from hf_cocodc.link.rules import Standing
+from hf_cocodc.link.part import Standing
 from hf_cocodc.net.letters import Member
 
 from .network import Connection

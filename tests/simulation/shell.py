@@ -26,7 +26,8 @@ from hf_cocodc.coordinator.messages import (
     Welcome,
 )
 from hf_cocodc.link import rules
-from hf_cocodc.link.rules import Begin, Call, Part, Standing
+from hf_cocodc.link.part import Call, Part, Standing, back, beat, enter
+from hf_cocodc.link.rules import Begin
 from hf_cocodc.link.voice import AllHold, Holds, ToCoordinator, ToRank, Voice, beat_of_all_ranks, heard, said
 from hf_cocodc.net.letters import Member
 
@@ -141,7 +142,7 @@ class Shell(Actor):
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
         self.me, self.has_started = welcome.me, True
-        self.part = rules.enter(welcome, self.terms, str(self.region), WAIT_S)
+        self.part = enter(welcome, self.terms, str(self.region), WAIT_S)
         if self.lane == 0 and len(self.ranks) > 1:
             self.voice = Voice(num_ranks=len(self.ranks), losses=welcome.losses)
             for rank in self.ranks[1:]:
@@ -174,7 +175,7 @@ class Shell(Actor):
                     self.hand = None
                 case rules.Again(call):
                     self._found.pop(call.number, None)
-                case rules.Send(message):
+                case rules.Tell(message):
                     self.send(message)
                 case rules.HangUp():
                     self._disconnect()
@@ -424,7 +425,7 @@ class Shell(Actor):
             return
         self.connection = Connection("coordinator", self, coordinator, "run")
         self._heard_at = self.network.now
-        self.send(rules.back(self.part))
+        self.send(back(self.part))
 
     def _beat(self, beats: int) -> None:
         """Send a heartbeat now and then, and drop a coordinator that is silent."""
@@ -447,22 +448,22 @@ class Shell(Actor):
         elif now - self._heard_at > SILENT_S:
             self._disconnect()
             return
-        beat = beat_of_all_ranks({**self._rank_beats, 0: self._beat_now()})
-        same = structs.replace(beat, step=0, op=0) == structs.replace(self._last_beat, step=0, op=0)
-        if beat.awaits is not None or not same or now - self._beat_at >= KEEP_S:
-            self._last_beat, self._beat_at = beat, now
-            self.send(beat)
+        heartbeat = beat_of_all_ranks({**self._rank_beats, 0: self._beat_now()})
+        same = structs.replace(heartbeat, step=0, op=0) == structs.replace(self._last_beat, step=0, op=0)
+        if heartbeat.awaits is not None or not same or now - self._beat_at >= KEEP_S:
+            self._last_beat, self._beat_at = heartbeat, now
+            self.send(heartbeat)
 
     def _beat_now(self) -> Beat:
         hand, now, awaits = self.hand, self.network.now, self.awaits
-        beat = Beat(
+        said = Beat(
             step=self.step,
             awaits=awaits,
             waited_s=now - hand.awaits_since if hand is not None and awaits is not None else 0.0,
             idle_s=now - hand.moved_at if hand is not None else 0.0,
             blocked_s=self.blocked_s,
         )
-        return rules.beat(self.part, beat)
+        return beat(self.part, said)
 
     @property
     def blocked_s(self) -> float | None:
