@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import (
     Back,
     Beat,
@@ -484,3 +485,31 @@ def test_processes_that_are_not_connected_are_introduced_again() -> None:
     assert [each.place.member for each in world.sent[2]] == [me]  # type: ignore[attr-defined]
     assert [each.place.member for each in world.sent[3]] == [second]  # type: ignore[attr-defined]
     assert 1 not in world.sent
+
+
+def test_regions_that_gather_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with every message again: of many regions, that would be the square of their number."""
+    compared: list[int] = []
+    known = rules.first_difference
+
+    def counted(first: int, mine: Any, second: int, theirs: Any) -> str | None:
+        compared.append(second)
+        return known(first, mine, second, theirs)
+
+    monkeypatch.setattr(rules, "first_difference", counted)
+    state, welcomes = Run(name="run"), 0
+    for region in range(20):
+        said = structs.replace(hello(region, count=20), token=f"token{region}")
+        for event in (Came(region, said), Tick()):
+            state, effects = rules.step(state, event, 0.0)
+            welcomes += sum(isinstance(each.message, Welcome) for each in effects if isinstance(each, SendTo))
+    assert compared == list(range(1, 20)) and welcomes == 20
+
+
+def test_a_process_that_calls_again_takes_its_own_place() -> None:
+    """The end of its first connection may not be known yet."""
+    state, sent = Run(name="run"), []
+    for who, region in ((0, 0), (5, 0), (1, 1)):
+        state, effects = rules.step(state, Came(who, hello(region)), 0.0)
+        sent += [(each.to, type(each.message)) for each in effects if isinstance(each, SendTo)]
+    assert (5, Welcome) in sent and (1, Welcome) in sent and not any(kind is Refuse for _, kind in sent)

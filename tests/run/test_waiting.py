@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.coordinator.messages import Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError, RegionLostError
+from hf_cocodc.net.addresses import Unreachable
 from hf_cocodc.run import session as waiting
 from hf_cocodc.run.connect import connect
 from tests.processes.launching import environment
@@ -123,3 +125,27 @@ def test_a_script_sees_that_its_regions_have_met(setting: str, is_seen: bool) ->
     ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ("all 2 regions of run 'mine' have met: " in ended.stderr) == is_seen
+
+
+def test_a_region_waits_for_a_name_that_is_not_known_yet(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def own(address: str, interface: str | None) -> str:
+        asked.append(address)
+        if len(asked) < 3:
+            raise Unreachable("the coordinator's host 'c' has no address.")
+        return "10.0.0.7"
+
+    monkeypatch.setattr(waiting, "own_address", own)
+    regions = RegionConfig(region=0, count=2, coordinator="c:29650")
+    with caplog.at_level(logging.WARNING):
+        assert waiting.own_address_of(regions, "run") == "10.0.0.7"
+    [line] = caplog.messages
+    assert "host 'c' has no address" in line and "waits" in line
+    monkeypatch.setattr(waiting, "own_address", lambda *args: own("", asked.clear()))
+    with pytest.raises(MeetingError, match="has no address"):
+        waiting.own_address_of(
+            RegionConfig(region=0, count=2, coordinator="c:29650", start_timeout_s=0.2), "run"
+        )
