@@ -19,7 +19,7 @@ from tests.link.ranks import on_ranks
 
 RANKS = 3
 ME, OTHER = Member(0, 1), Member(1, 2)
-WELCOME = Welcome(run="r", generation=(1, "a"), me=ME, joins=False, members=(), compared=())
+WELCOME = Welcome(run="r", generation=(1, "a"), me=ME, joins=False, members=())
 
 
 class Coordinated:

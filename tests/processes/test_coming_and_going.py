@@ -439,7 +439,9 @@ def check_shards(run: Run, found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "method"), [(loop, "diloco"), (loop, "streaming"), (trainer, "streaming")], ids=str
+    ("body", "method"),
+    [(loop, "diloco"), (loop, "streaming"), (trainer, "streaming")],
+    ids=["diloco", "streaming", "trainer"],
 )
 def test_a_sharded_region_that_was_killed_comes_back(
     body: Callable[..., None], method: str, tmp_path: Path
