@@ -144,7 +144,11 @@ Effect = SendTo | CloseConnection | Persist
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A connected member or newcomer of the run that trains. `moved_at`: its step has changed; `op_at`: its transfer has."""
+    """A connected member or newcomer of the run that trains.
+
+    `moved_at`: its step has changed; `op_at`: its transfer has. `is_told`: since its last heartbeat, it has heard that the member
+    for which it waits seems to be lost.
+    """
 
     member: Member
     since: float
@@ -153,6 +157,7 @@ class Seat:
     beat_at: float = 0.0
     moved_at: float = 0.0
     op_at: float = 0.0
+    is_told: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,6 +529,7 @@ class _Work:
             heard_at=now,
             beat=beat,
             beat_at=now,
+            is_told=False,
             moved_at=now if beat.step != seat.beat.step else seat.moved_at,
             op_at=now if beat.op != seat.beat.op else seat.op_at,
         )
@@ -560,7 +566,9 @@ class _Work:
         state = self.state
         seats = state.seats if only is None else {only: state.seats[only]} if only in state.seats else {}
         waiting = [
-            (who, seat, seat.beat.awaits) for who, seat in seats.items() if seat.beat.awaits is not None
+            (who, seat, seat.beat.awaits)
+            for who, seat in seats.items()
+            if seat.beat.awaits is not None and not seat.is_told
         ]
         if not waiting:
             return
@@ -575,7 +583,7 @@ class _Work:
                 how, why = doubt
                 self.send(who, Suspect(member=other, op=seat.beat.op, how=how, why=why))
                 # not again before its next heartbeat
-                told[who] = replace(seat, beat=structs.replace(seat.beat, awaits=None))
+                told[who] = replace(seat, is_told=True)
         if told != state.seats:
             self.change(seats=told)
 

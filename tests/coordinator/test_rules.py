@@ -513,3 +513,18 @@ def test_a_process_that_calls_again_takes_its_own_place() -> None:
         state, effects = rules.step(state, Came(who, hello(region)), 0.0)
         sent += [(each.to, type(each.message)) for each in effects if isinstance(each, SendTo)]
     assert (5, Welcome) in sent and (1, Welcome) in sent and not any(kind is Refuse for _, kind in sent)
+
+
+@pytest.mark.parametrize("theirs", ["waits for it", "encodes", "waits for a third"])
+def test_the_network_between_two_is_down_only_if_each_waits_for_the_other(theirs: str) -> None:
+    """One that encodes for longer than the time-out sends nothing, and nor does one that waits for a third region."""
+    world = World()
+    world.of(3, timeout_s=60.0, stuck_timeout_s=1200.0)
+    awaited = {"waits for it": 0, "encodes": None, "waits for a third": 2}[theirs]
+    for at in range(0, 120, 10):
+        world.now = float(at)
+        world.do(Came(2, Beat(op=3, awaits=awaited, idle_s=float(at))))
+        world.do(Came(3, Beat(op=3, idle_s=1.0)))
+        world.do(Came(1, Beat(op=3, awaits=1, idle_s=float(at))))
+    cut = [each for each in world.sent[1] if isinstance(each, Suspect)]
+    assert bool(cut) == (theirs == "waits for it") and all(each.how == "cut" for each in cut)

@@ -13,7 +13,7 @@ import pytest
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.net import port as port_module
-from hf_cocodc.net.port import TOKEN_BYTES, Port, dial, named
+from hf_cocodc.net.port import TOKEN_BYTES, Port, dial, named, tuned
 from tests.link.memory import PATIENCE_S
 
 HOST = "127.0.0.1"
@@ -140,3 +140,14 @@ def test_version_six() -> None:
     caller.close()
     port.close()
     assert named("::1", 5) == "[::1]:5" and named("a.b", 5) == "a.b:5"
+
+
+def test_a_region_that_takes_nothing_for_long_keeps_its_connections() -> None:
+    """The kernel would end them after its user time-out: a late region would be sent the same again and again."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as made,
+    ):
+        tuned(made)
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
