@@ -264,11 +264,11 @@ class World:
         if self._say is not None and after.changes > before.changes:
             self.tell(COORDINATOR, f"announces {after.announced[-1:]}")
 
-    def restart_coordinator(self, way: int = 0, copies: int = 0) -> None:
-        """Kill all coordinators and start one, and more with copies of its file. `way`: see `Fault`."""
+    def restart_coordinator(self, file: dict[str, Run], copies: int = 0) -> None:
+        """Kill all coordinators and start one, and more with copies of its file."""
         for each in self.coordinators:
             each.kill()
-        self.file = (self.file, {}, self.old_file)[way]
+        self.file = file
         files = [self.file, *(dict(self.file) for _ in range(copies))]
         for file in files:
             self._starts_coordinator(file)
@@ -382,7 +382,8 @@ class Faults:
     def kill_coordinator(self, fault: Fault) -> None:
         for each in self._world.coordinators:
             each.kill()
-        self._after(fault, lambda: self._world.restart_coordinator(fault.way))
+        files = self._world.file, {}, dict(self._world.old_file)
+        self._after(fault, lambda: self._world.restart_coordinator(files[fault.way]))
 
     def freeze_coordinator(self, fault: Fault) -> None:
         frozen = [each for each in self._world.coordinators if each.is_alive]
@@ -410,7 +411,7 @@ class Faults:
     def twins(self, fault: Fault) -> None:
         """The coordinator is killed, and two are started with copies of its file; later one of them is killed."""
         self._disturb(self._world.processes, 0.0)
-        self._world.restart_coordinator(copies=1)
+        self._world.restart_coordinator(self._world.file, copies=1)
         self._after(fault, partial(_kill, self._world.coordinators[-2:][fault.way % 2 :][:1]))
 
     def _heal(self, ways: list[tuple[Any, Any]]) -> None:
