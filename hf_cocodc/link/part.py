@@ -74,6 +74,7 @@ class Part:
         hosts: all processes that it knows; `gone` has those that have left before they came in.
         paired: by region, the process to which this one is connected.
         meeting: processes to which it connects now; `unpaired`: why that has failed the last time.
+        closed: processes that have closed their connections to the coordinator, and when.
         notes: by region, its last word about why it leaves.
     """
 
@@ -104,6 +105,7 @@ class Part:
     paired: Mapping[int, Member] = field(default_factory=dict)
     meeting: frozenset[Member] = frozenset()
     unpaired: Mapping[Member, str] = field(default_factory=dict)
+    closed: Mapping[Member, float] = field(default_factory=dict)
     notes: Mapping[int, str] = field(default_factory=dict)
 
     @property

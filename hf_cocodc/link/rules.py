@@ -13,9 +13,10 @@ counts from the step after the landing of the first transfer in which all traile
 Processes connect to each other in pairs. A connection that does not come about is tried again as long as it is wanted.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..coordinator.messages import (
     Announce,
@@ -23,6 +24,7 @@ from ..coordinator.messages import (
     Decided,
     FromRegion,
     Gone,
+    Hears,
     Here,
     Noted,
     Paired,
@@ -39,6 +41,11 @@ from ..net.letters import Member
 from .part import Call, Part, Standing
 
 _OVER: Mapping[str, type[LinkError]] = {each.__name__: each for each in (RunOver, RunFinished)}
+_CLOSED_S = 5.0
+"""The coordinator may lose a process so much earlier than the others do."""
+_RETURN_S = 5.0
+"""A restarted router breaks all connections of a region at once. The region has so long to call the coordinator again: it
+notices the break with its next heartbeat."""
 LATE = "it was late, or they could not reach it"
 
 
@@ -80,10 +87,11 @@ class Missed:
 
 @dataclass(frozen=True)
 class HeardFrom:
-    """The coordinator has said something. `awaits`: for which region the attempt in hand waits."""
+    """The coordinator has said something. `awaits`: for which region the attempt in hand waits. `now`: of the monotonic clock."""
 
     message: ToRegion
     awaits: int | None = None
+    now: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -287,6 +295,19 @@ def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:
     return work.state, tuple(work.effects)
 
 
+def why_lost(
+    part: Part, other: Member, broken_at: float, is_refused: bool, now: float
+) -> Literal["died", "unreachable"] | None:
+    """Why a process is lost whose connections broke at `broken_at` and have not come back; None while they may.
+
+    `is_refused`: whether its machine refuses new ones, or a router or proxy before it: that alone says nothing of the process.
+    """
+    closed_at = part.closed.get(other, -math.inf)
+    if closed_at >= broken_at - _CLOSED_S and (is_refused or now - max(broken_at, closed_at) > _RETURN_S):
+        return "died"
+    return "unreachable" if now - broken_at > part.terms.timeout_s else None
+
+
 class _MemberWork:
     """One step: the state as it changes, and the effects so far."""
 
@@ -312,9 +333,9 @@ class _MemberWork:
             case Missed(number=number, losses=losses, member=member, why=why):
                 if self.is_in_hand(number, losses) and member in state.calls[0].parties:
                     self.miss(member, why)
-            case HeardFrom(message=message, awaits=awaits):
+            case HeardFrom(message=message, awaits=awaits, now=now):
                 if self.heeds(message):
-                    self.hear(message, awaits)
+                    self.hear(message, awaits, now)
             case Away():
                 self.change(answers=False)
             case Waited():
@@ -369,7 +390,7 @@ class _MemberWork:
         self.change(generation=generation)
         return True
 
-    def hear(self, message: ToRegion, awaits: int | None) -> None:
+    def hear(self, message: ToRegion, awaits: int | None, now: float) -> None:
         state = self.state
         match message:
             case Ask(number=number) if number == state.losses:
@@ -386,6 +407,10 @@ class _MemberWork:
                     self.change(announced=(*state.announced, change))
             case Suspect():
                 self.suspect(message, awaits)
+            case Hears(member=member, hears=hears, cut=cut):
+                closed = {each: at for each, at in state.closed.items() if each != member}
+                # who was cut off may be there
+                self.change(closed=closed if hears or cut else {**closed, member: now})
             case Waiting():
                 self.change(answers=False)
             case Resumed():

@@ -22,7 +22,6 @@ from ..coordinator.messages import (
     Back,
     Beat,
     Bye,
-    Hears,
     Note,
     Noted,
     Post,
@@ -40,7 +39,6 @@ from ..coordinator.messages import (
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..net.connection import Connection
 from ..net.letters import Introduction, Letters, Member
-from ..net.recovery import Liveness
 from ..net.view import View
 from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState
@@ -131,7 +129,7 @@ class TcpLink:
         """Be a process of the run, with this connection to the coordinator."""
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
-        wire.note_of, wire.liveness_of = self.note_of, self._liveness_of
+        wire.note_of, wire.why_lost = self.note_of, self._why_lost
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
         self._part = enter(welcome, self.terms, wire.address, self.wait_s)
         self._pending: deque[Pending] = deque()
@@ -142,7 +140,6 @@ class TcpLink:
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
         self._letters = Letters()
-        self._unheard: dict[Member, float] = {}
         self._told_ways: dict[int, str] = {}
         self._sinks = Sinks()
         self._following: Following | None = None
@@ -308,11 +305,9 @@ class TcpLink:
             self._changed.wait_for(lambda: region in self._part.notes, wait_s)
             return self._part.notes.get(region)
 
-    def _liveness_of(self, region: int) -> Liveness:
-        """What the coordinator knows of the process of a region."""
-        member = self._part.paired.get(region)
-        ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
-        return Liveness(ended_at)
+    def _why_lost(self, region: int, broken_at: float, is_refused: bool) -> str | None:
+        other = self._part.paired.get(region, Member(region, 0))
+        return rules.why_lost(self._part, other, broken_at, is_refused, time.monotonic())
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
@@ -696,11 +691,6 @@ class TcpLink:
             case RankEnded(why=why):
                 self._fail_all(LinkError(why))
                 return
-            case Hears(member=member, hears=True):
-                self._unheard.pop(member, None)
-            case Hears(member=member, cut=cut):
-                if not cut:
-                    self._unheard[member] = time.monotonic()
             case AskStop(number=number):
                 if self.agreement is not None:
                     self._client.send(Promise(number=number, step=self.agreement.promise()))
@@ -711,7 +701,7 @@ class TcpLink:
                 self._letters.put(sender, content)
             case _:
                 with self._changed:
-                    self._feed(rules.HeardFrom(message, self.awaits))
+                    self._feed(rules.HeardFrom(message, self.awaits, time.monotonic()))
         if isinstance(message, Resumed):
             self._tell_ways()
             if self.agreement is not None:

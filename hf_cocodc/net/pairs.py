@@ -23,7 +23,7 @@ from .letters import Introduction, Whereabouts
 from .pipe import CiphersFor
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
-from .recovery import Denied, Liveness, Recovery, stream_verdict, verdict
+from .recovery import Denied, Judge, Recovery, stream_verdict
 from .relay import role_at_relay, ticket
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Pair:
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed.
-        word: what the coordinator knows of the other region.
+        judge: says when a connection that broke will not come back.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
@@ -68,7 +68,7 @@ class Pair:
         timeout_s: float,
         own: str = "",
         keys: Keys | None = None,
-        word: Callable[[], Liveness] = Liveness,
+        judge: Judge = lambda broken_at, is_denied: None,
         relay: tuple[str, int] | None = None,
     ) -> None:
         self._ids, self._keys, self._relay = (region, other), keys, relay
@@ -83,8 +83,7 @@ class Pair:
         self._token = self._resumes = self._role = b""
         self._sealing: Keys | None = None
         self._congestion: str | None = None
-        self._word = word
-        self._recovery = Recovery(self._call_again, self._judge, self._end)
+        self._recovery = Recovery(self._call_again, judge, self._end)
         self._stream_recovery = Recovery(self._call_again, self._judge_stream)
         self._came: dict[int, socket.socket] = {}
         self._streams: dict[int, Connection] = {}
@@ -265,9 +264,6 @@ class Pair:
                 connection.attach(connected)
 
         NativeThread(attach, "hf_cocodc-connect").start()
-
-    def _judge(self, broken_at: float, is_denied: bool) -> ConnectionLost | None:
-        return verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
 
     def _judge_stream(self, broken_at: float, is_denied: bool) -> ConnectionLost | None:
         """What becomes of a stream never ends the pair: transfers go on without it."""

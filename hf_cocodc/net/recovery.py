@@ -5,7 +5,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..threads import NativeThread
 from .connection import Connection, ConnectionLost
@@ -14,11 +13,6 @@ from .pipe import CLOSED
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
-_HEARD_S = 5.0
-"""The coordinator may lose a process so much earlier than the others do."""
-_GRACE_S = 5.0
-"""A restarted router breaks all connections of a region at once. The region has so long to call the coordinator again: it
-notices the break with its next heartbeat."""
 _STREAM_S = 10.0
 """A stream comes back within so many seconds of the control connection, or never."""
 
@@ -29,30 +23,6 @@ class Denied(ConnectionLost):
 
 class NotBack(ConnectionLost):
     """No connection to the other end has come about in time."""
-
-
-class Liveness(NamedTuple):
-    """What the coordinator knows of the other end's process.
-
-    `ended_at`: when that process closed its connection to the coordinator, by the monotonic clock; minus infinity if it has not.
-    """
-
-    ended_at: float = -math.inf
-
-
-def verdict(
-    now: float, broken_at: float, is_denied: bool, word: Liveness, timeout_s: float
-) -> ConnectionLost | None:
-    """The error if the process at the other end of a broken connection is lost; None while it may come back.
-
-    `is_denied`: whether its machine denies that it is there, or a router or proxy before it: that alone says nothing of the
-    process. All times are of the monotonic clock.
-    """
-    if word.ended_at >= broken_at - _HEARD_S and (
-        is_denied or now - max(broken_at, word.ended_at) > _GRACE_S
-    ):
-        return ConnectionLost(CLOSED)
-    return NotBack("it has not come back in time") if now - broken_at > timeout_s else None
 
 
 def stream_verdict(

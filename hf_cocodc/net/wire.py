@@ -12,13 +12,14 @@ from functools import partial
 import torch
 
 from ..errors import LinkError, RegionLostError
-from .connection import Connection
+from .connection import Connection, ConnectionLost
 from .keys import Keys
 from .letters import Introduction
 from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
 from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
+from .pipe import CLOSED
 from .port import Port
-from .recovery import Liveness, NotBack
+from .recovery import NotBack
 from .view import LARGEST, Throttle, View, Waits
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Wire:
 
     Attributes:
         relay: where the relay listens; None if there is none.
+        why_lost: "died" or "unreachable" once a region is lost, from when a connection to it broke and whether new ones are
+            refused; None while it may come back.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
@@ -82,7 +85,7 @@ class Wire:
         self._asked = connections
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
-        self.liveness_of: Callable[[int], Liveness] = lambda region: Liveness()
+        self.why_lost: Callable[[int, float, bool], str | None] = self._is_late
         self.relay: tuple[str, int] | None = None
         self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
@@ -217,8 +220,17 @@ class Wire:
     def _pair(self, region: int) -> Pair:
         how = self.addresses, self.timeout_s, self._call_from, self._keys
         return Pair(
-            self.region, region, self._port, *how, word=lambda: self.liveness_of(region), relay=self.relay
+            self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay
         )
+
+    def _is_late(self, region: int, broken_at: float, is_denied: bool) -> str | None:
+        return "unreachable" if time.monotonic() - broken_at > self.timeout_s else None
+
+    def _judge(self, region: int, broken_at: float, is_denied: bool) -> ConnectionLost | None:
+        why = self.why_lost(region, broken_at, is_denied)
+        if why is None:
+            return None
+        return ConnectionLost(CLOSED) if why == "died" else NotBack("it has not come back in time")
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from msgspec import structs
 
 from hf_cocodc.coordinator.messages import (
@@ -16,6 +17,7 @@ from hf_cocodc.coordinator.messages import (
     Decision,
     Generation,
     Gone,
+    Hears,
     Here,
     Noted,
     Paired,
@@ -60,6 +62,7 @@ from hf_cocodc.link.rules import (
     Ticked,
     Waited,
     step,
+    why_lost,
 )
 from hf_cocodc.net.letters import Member
 
@@ -491,6 +494,42 @@ def test_a_coordinator_that_is_back_hears_all_that_it_may_have_forgotten() -> No
     paired, told = process.do(HeardFrom(Resumed(generation=FIRST)))
     assert paired == Tell(Paired(member=B)) and told == report(lost=(C,), whys=("silent",))
     assert process.part.answers
+
+
+@pytest.mark.parametrize(
+    ("broken_s", "is_refused", "closed_at", "why"),
+    [
+        (0.0, False, None, None),
+        # a router, proxy or restarting NAT refuses for a while
+        (29.0, True, None, None),
+        # killed: it has closed its connection to the coordinator, too
+        (0.0, True, 100.0, "died"),
+        (4.5, False, 100.0, None),  # it may call the coordinator again
+        (6.0, False, 100.0, "died"),  # a killed region whose port nobody can look at
+        (6.0, False, 101.5, None),
+        # the coordinator lost it long ago, and heard it again
+        (2.0, True, 90.0, None),
+        (29.0, False, None, None),
+        (31.0, True, None, "unreachable"),
+        (31.0, False, None, "unreachable"),
+    ],
+)
+def test_why_a_process_is_lost_whose_connections_broke(
+    broken_s: float, is_refused: bool, closed_at: float | None, why: str | None
+) -> None:
+    process = Process()
+    process.part = replace(process.part, terms=Terms(count=3, elastic=True, timeout_s=30.0))
+    if closed_at is not None:
+        process.do(HeardFrom(Hears(member=B, hears=False), now=closed_at))
+    assert why_lost(process.part, B, 100.0, is_refused, 100.0 + broken_s) == why
+
+
+def test_who_is_cut_off_from_the_coordinator_has_closed_nothing() -> None:
+    process = Process()
+    process.do(HeardFrom(Hears(member=B, hears=False, cut=True), now=100.0))
+    assert not process.part.closed
+    process.do(HeardFrom(Hears(member=B, hears=False), now=100.0), HeardFrom(Hears(member=B, hears=True)))
+    assert not process.part.closed
 
 
 def test_a_suspect_is_missed_only_while_it_is_awaited() -> None:

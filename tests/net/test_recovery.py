@@ -10,20 +10,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.link.part import Part, Standing
+from hf_cocodc.link.rules import why_lost
 from hf_cocodc.net import recovery
 from hf_cocodc.net.connection import ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Introduction, Whereabouts
+from hf_cocodc.net.letters import Introduction, Member, Whereabouts
 from hf_cocodc.net.port import dial
-from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, stream_verdict, verdict
+from hf_cocodc.net.recovery import Recovery, stream_verdict
 from hf_cocodc.net.view import View
 from hf_cocodc.net.wire import Wire
 from tests.link.memory import PATIENCE_S, at_once, connect, wait_until
@@ -33,27 +36,18 @@ HOST = "127.0.0.1"
 KEYS = Keys.from_secret(secret("a secret of the tests of recovery"))
 
 
-@pytest.mark.parametrize(
-    ("broken_s", "is_denied", "word", "lost"),
-    [
-        (0.0, False, Liveness(), None),
-        # a router, proxy or restarting NAT refuses for a while
-        (29.0, True, Liveness(), None),
-        # killed: it has closed its connection to the coordinator, too
-        (0.0, True, Liveness(100.0), ConnectionLost),
-        (4.5, False, Liveness(100.0), None),  # it may call the coordinator again
-        (6.0, False, Liveness(100.0), ConnectionLost),  # a killed region whose port nobody can look at
-        (6.0, False, Liveness(101.5), None),
-        # the coordinator lost it long ago, and heard it again
-        (2.0, True, Liveness(90.0), None),
-        (29.0, False, Liveness(), None),
-        (31.0, True, Liveness(), NotBack),
-        (31.0, False, Liveness(), NotBack),
-    ],
-)
-def test_who_is_lost(broken_s: float, is_denied: bool, word: Liveness, lost: type | None) -> None:
-    error = verdict(100.0 + broken_s, 100.0, is_denied, word, timeout_s=30.0)
-    assert (None if error is None else type(error)) is lost
+HERE, THERE = Member(0, 1), Member(1, 2)
+
+
+def judged(closed_at: float = -math.inf, timeout_s: float = 30.0) -> Callable[[int, float, bool], str | None]:
+    """What a link's rules say of the other region, which has closed its connection to the coordinator at a time."""
+    part = Part(
+        me=HERE,
+        terms=Terms(count=2, timeout_s=timeout_s),
+        standing=Standing.MEMBER,
+        closed={THERE: closed_at},
+    )
+    return lambda region, broken_at, denied: why_lost(part, THERE, broken_at, denied, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
     monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
     with routed(caller=caller, timeout_s=6.0) as both:
         for wire in both.wires:
-            wire.liveness_of = lambda region: Liveness(time.monotonic())  # it has just lost both
+            wire.why_lost = judged(time.monotonic())  # it has just lost both
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 70, 5.0) for wire in both.wires))
         ends = streams
         wait_until(lambda: all(math.isinf(end.broken_at) for end in ends))
@@ -339,14 +333,13 @@ def test_who_listens_between_two_regions_learns_nothing(monkeypatch: pytest.Monk
 def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_too() -> None:
     """While the coordinator hears it, it may come back."""
     with routed(timeout_s=60.0) as both:
-        word = Liveness()
-        both.wires[0].liveness_of = lambda region: word
+        both.wires[0].why_lost = judged(timeout_s=60.0)
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.close()
         with pytest.raises(TimeoutError):
             pending.operation.wait(0.7)
-        word = Liveness(time.monotonic())
+        both.wires[0].why_lost = judged(time.monotonic())
         with pytest.raises(
             RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
         ):
@@ -357,7 +350,7 @@ def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_to
 def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> None:
     """Behind a router, a region announces an address that another machine has here: what refuses there says nothing of it."""
     with routed(timeout_s=60.0, hidden=hidden) as both:
-        both.wires[1].liveness_of = lambda region: Liveness(time.monotonic())
+        both.wires[1].why_lost = judged(time.monotonic(), timeout_s=60.0)
         view = both.wires[1].view([0, 1], 1)
         pending = view.receive(0, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True
@@ -369,7 +362,7 @@ def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> 
 def test_a_region_that_nobody_reaches_again_is_lost_after_the_time_out() -> None:
     with routed(timeout_s=3.0) as both:
         for wire in both.wires:
-            wire.liveness_of = lambda region: Liveness()
+            wire.why_lost = judged(timeout_s=3.0)
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True

@@ -20,7 +20,6 @@ from hf_cocodc.net import reaching
 from hf_cocodc.net.addresses import free_port
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.recovery import Liveness
 from hf_cocodc.net.relay import RelayProcess
 from hf_cocodc.net.wire import Wire
 from tests.link.memory import at_once, connect, wait_until
@@ -213,7 +212,6 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         both = wires([first], [second], keys=keys)
         for wire in both:
             wire.relay = (HOST, port)
-            wire.liveness_of = lambda region: Liveness()  # the coordinator hears both
         connect(*both)
         assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
         speak(*both)

@@ -104,7 +104,9 @@ def test_a_region_dies_while_the_coordinator_is_frozen(
     two.processes[1].kill()
     [(code, said)] = two.ends(0)
     assert code == 1
-    assert "failed: region 1 cannot be reached: its connections broke while region 0 waited for step 2" in said
+    assert (
+        "failed: region 1 cannot be reached: its connections broke while region 0 waited for step 2" in said
+    )
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ BEAT_S, KEEP_S, SILENT_S = 1.5, 3.0, 6.0
 """Seconds between two heartbeats that differ; between two that do not; until a client drops a silent coordinator."""
 PROMISE_S, WAIT_S = 20.0, 40.0
 """Seconds for which a stop waits for its answer, and a loss for a coordinator that decides (`regions.wait_s`)."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _AGAIN_S = 0.2, 2.0, 1.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _AGAIN_S, _LOOK_S = 0.2, 2.0, 1.0, 0.5
 
 
 class LeftBehind(Exception):
@@ -73,6 +73,7 @@ class Hand:
     has_begun: bool = False
     is_held: bool = False
     is_said: bool = False
+    is_looking: bool = False
     trailers: dict[Member, int] = field(default_factory=dict)
     haves: set[Member] = field(default_factory=set)
     awaits: Member | None = None
@@ -118,6 +119,7 @@ class Shell(Actor):
         self.has_started = False
         self.failure: Exception | None = None
         self.pairs: dict[Member, Connection] = {}
+        self._broken_at: dict[Member, float] = {}
         self.hand: Hand | None = None
         self._early: dict[tuple[int, int], list[tuple[Member, str, int]]] = {}
         self._before_start: list[Any] = []
@@ -244,8 +246,15 @@ class Shell(Actor):
             hand.awaits, hand.awaits_since = missing[0], self.network.now
         for other in missing:
             if other not in self.pairs:
-                self.feed(rules.Missed(begin.number, begin.losses, other, "its connection has ended"))
-                return
+                broken_at = self._broken_at.setdefault(other, self.network.now)
+                is_refused = self.world.refuses(self, other)
+                why = rules.why_lost(self.part, other, broken_at, is_refused, self.network.now)
+                if why is not None:
+                    self.feed(rules.Missed(begin.number, begin.losses, other, why))
+                    return
+                if not hand.is_looking:
+                    hand.is_looking = True
+                    self.later(_LOOK_S, partial(self._look, hand))
         if not missing and not hand.is_held:
             hand.is_held = True
             self.later(0.1 * self.network.random.random(), lambda: self._hold(hand))
@@ -255,6 +264,10 @@ class Shell(Actor):
                 self.send(Holds(number=begin.number, losses=begin.losses))
         elif not missing:
             self.feed(rules.AllHeld(begin.number, begin.losses))
+
+    def _look(self, hand: Hand) -> None:
+        hand.is_looking = False
+        self._go_on(hand)
 
     def _missing(self, hand: Hand) -> list[Member]:
         """The parties from which something has yet to come, in order."""
@@ -312,6 +325,7 @@ class Shell(Actor):
             connection.close(self)
             if self.pairs.get(sender) is connection:
                 del self.pairs[sender]
+                self._broken_at[sender] = self.network.now
         else:
             kind, number, losses, knows = item
             hand = self.hand
@@ -336,6 +350,7 @@ class Shell(Actor):
         """A connection has come about; it counts if it is wanted."""
         if self.how is None and self.has_started and self.part.wants(other):
             self.pairs[other] = pair
+            self._broken_at.pop(other, None)
             self.feed(rules.Connected(other))
         else:
             pair.close(self)
@@ -489,7 +504,7 @@ class Shell(Actor):
             self.world.checks.decided(self, message)
         if isinstance(message, Refuse):
             self.refused = message
-        self.feed(rules.HeardFrom(message, self.awaits))
+        self.feed(rules.HeardFrom(message, self.awaits, self.network.now))
         match message:
             case Resumed():
                 self._wait_s = _FIRST_WAIT_S

@@ -202,6 +202,11 @@ class World:
                 return each
         return None
 
+    def refuses(self, caller: Shell, other: Member) -> bool:
+        """Whether the machine of a process says that it is not there."""
+        is_cut = {(caller.region, other.region), (other.region, caller.region)} & self.network.cuts
+        return not is_cut and self.process_of(other) is None
+
     def has_ended(self, process: Process) -> None:
         """The ranks of a region end with any of them that fails."""
         takes_part = all(rank.takes_part for rank in process.ranks)
