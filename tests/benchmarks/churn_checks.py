@@ -13,7 +13,15 @@ from hf_cocodc.run.journal import read as read_journal
 from .churn_processes import Life
 from .churn_region import Setting, read
 
-GONE = ("LeftBehind", "RunOver", "RegionLostError", "MeetingError", "LinkError")
+GONE = (
+    "LeftBehind",
+    "RunOver",
+    "RegionLostError",
+    "MeetingError",
+    "Unreachable",
+    "NobodyAnswers",
+    "LinkError",
+)
 """Errors of a region that was lost, or that comes when nothing is left to come to."""
 
 
@@ -67,7 +75,7 @@ class Checks:
         if code == 0 and end is not None:
             asked = bool(life.done & {"leave", "term"})
             left = error == "RunLeft" and asked
-            late = error == "RunOver"
+            late = error in ("RunOver", "RunFinished")
             # a leave too near the end does not count: the region trains no more, and finishes with the others
             finished = not error and (end.step == self._setting.steps or asked)
             return "" if left or late or finished else said
