@@ -95,9 +95,10 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
     start = View._start
 
     def counted(view: View, *given: object) -> object:
-        begun.append(start(view, *given))  # type: ignore[arg-type]
-        under_way.append(sum(not each.operation._ended.is_set() for each in begun))
-        return begun[-1]
+        one = start(view, *given)  # type: ignore[arg-type]
+        begun.append(one)
+        under_way.append(sum(not each.operation._ended.is_set() for each in list(begun)))
+        return one
 
     monkeypatch.setattr(View, "_start", counted)
     raws = [torch.arange(200_500).to(torch.uint8), torch.zeros(200_500, dtype=torch.uint8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.shares import Shares
 from hf_cocodc.link.base import Link
 from hf_cocodc.net.connection import Connection, Operation
+from hf_cocodc.net.pipe import Pipe
 from tests.processes.coming_worker import take_time
 from tests.toys import VOCAB, llama, params_of
 
@@ -74,6 +76,31 @@ def flip(last: int) -> None:
     Connection.send = altered  # type: ignore[method-assign]
 
 
+def flip_sealed() -> None:
+    """Alter the next sealed payload on its way."""
+    send = Pipe.send
+
+    def altered(self: Pipe, header: bytes, content: bytes | memoryview = b"", flags: int = 0) -> None:
+        ciphers = self._ciphers
+        if ciphers is None or len(content) <= 1000:
+            send(self, header, content, flags)
+            return
+        Pipe.send = send  # type: ignore[method-assign]
+        seal = ciphers[0].seal
+
+        def wrong(message: bytes | memoryview) -> bytes:
+            sealed = seal(message)
+            return sealed[:-1] + bytes([sealed[-1] ^ 1])
+
+        self._ciphers = SimpleNamespace(seal=wrong), ciphers[1]  # type: ignore[assignment]
+        try:
+            send(self, header, content, flags)
+        finally:
+            self._ciphers = ciphers
+
+    Pipe.send = altered  # type: ignore[method-assign]
+
+
 def harm(fault: str | None, outer: OuterOptimizer, model: torch.nn.Module) -> None:
     """Let the number go wrong, after an inner step."""
     match fault:
@@ -87,6 +114,8 @@ def harm(fault: str | None, outer: OuterOptimizer, model: torch.nn.Module) -> No
             flip(HIGH)
         case "value":
             flip(LOW)
+        case "sealed":
+            flip_sealed()
 
 
 def live(
