@@ -1,13 +1,15 @@
-"""A blocking connection to the coordinator."""
+"""Calls to the coordinator: asyncio streams, and a blocking connection for commands."""
 
-import errno
-import math
+import asyncio
+import concurrent.futures
+import contextlib
 import os
-import select
 import socket
+import ssl
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from ..errors import (
     CocodcError,
@@ -22,11 +24,12 @@ from ..errors import (
     short,
 )
 from ..net.addresses import Unreachable, is_loopback, resolve
-from ..net.channel import Channel, line_of, object_of
+from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
 from .messages import FromCommand, FromRegion, Refuse, from_line
 
+_T = TypeVar("_T")
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0
 """Seconds between two attempts to connect."""
@@ -76,6 +79,214 @@ class _Patience:
         self._asked_at = now
         return self._left_s
 
+    async def spend(self, work: Coroutine[Any, Any, _T], why: str) -> _T:
+        """The result of `work`. Raises _TryAgain with `why` if there is none in time."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+                if self.left_s <= 0:
+                    raise _TryAgain(why)
+            return task.result()
+        finally:
+            await cancel(task)
+
+
+class OpenCall:
+    """An open connection to the coordinator, for the thread of its loop."""
+
+    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._address, self.reader, self.writer = address, reader, writer
+
+    def say(self, message: Any) -> None:
+        """Send a message, or another object, soon. Raises InputError if it is too long."""
+        try:
+            line = line_of(message, LONGEST_LINE)
+        except ValueError as error:
+            raise InputError(f"the coordinator at {self._address} cannot be told: {error}.") from error
+        if not put(self.writer.transport, line):
+            self.drop()
+
+    async def hear(self) -> bytes:
+        """The next line. Raises ConnectionEnded."""
+        try:
+            return await self.reader.readuntil()
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            raise ConnectionEnded(f"the coordinator at {self._address} has closed the connection") from error
+
+    async def finish(self) -> None:
+        """Close the connection once the coordinator has taken all, or after a second. It closes its end when it has read all."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            (self.writer.write_eof if self.writer.can_write_eof() else self.writer.close)()
+            await asyncio.wait_for(self._hear_out(), FLUSH_S)
+        self.drop()
+
+    async def _hear_out(self) -> None:
+        while await self.reader.read(1 << 16):
+            pass
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self.writer.transport.abort()
+
+
+async def connect(address: str, run: str, purpose: str, keys: Keys | None, timeout_s: float) -> OpenCall:
+    """Call the coordinator; see CoordinatorConnection."""
+    patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
+    while True:
+        try:
+            call = await _connect(address, keys, patience)
+            call.say({"run": run, "for": purpose})
+            return call
+        except (_TryAgain, Unreachable) as error:
+            if wait_s > patience.left_s:
+                if isinstance(error, Unreachable):
+                    raise
+                raise _nobody(address, str(error)) from error
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+async def _connect(address: str, keys: Keys | None, patience: _Patience) -> OpenCall:
+    """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
+    addresses = resolve(address, socket.SOCK_STREAM)
+    why = "it has no address"
+    for number, (family, kind, _, _, where) in enumerate(addresses, start=1):
+        try:
+            connection = socket.socket(family, kind)
+        except OSError as error:  # this kernel does not speak IPv6
+            why = error.strerror or str(error)
+            continue
+        connection.setblocking(False)
+        keep_from_forks(connection)
+        reaching = asyncio.get_running_loop().sock_connect(connection, where)
+        try:
+            # an address that drops packets must leave time for the next one
+            each_s = _EACH_S if number < len(addresses) else None
+            await patience.spend(asyncio.wait_for(reaching, each_s), "it does not answer")
+        except asyncio.TimeoutError:
+            why = "it does not answer"
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return await patience.spend(
+                _prove(address, connection, keys), "what listens there does not answer as a coordinator does"
+            )
+        connection.close()
+    raise _TryAgain(why)
+
+
+async def _prove(address: str, connection: socket.socket, keys: Keys | None) -> OpenCall:
+    """Say who this is, and hear that it is the coordinator."""
+    call, loop = None, asyncio.get_running_loop()
+    try:
+        await loop.sock_sendall(connection, line_of({**versions(), "key": key_id(keys) or None}))
+        said = b""
+        while not said.endswith(b"\n") and len(said) < MAX_LINE:
+            chunk = await loop.sock_recv(connection, 1 << 16)
+            if not chunk:
+                raise EOFError
+            said += chunk
+        _check(address, object_of(said))
+        proof = None if keys is None else identity(keys)
+        reader, writer = await asyncio.open_connection(
+            sock=connection,
+            limit=_LONGEST_ANSWER,
+            ssl=None if proof is None else proof.contexts[False],
+            server_hostname=None if proof is None else "",
+        )
+        call = OpenCall(address, reader, writer)
+        if proof is not None:
+            if writer.get_extra_info("ssl_object").getpeercert(True) != proof.certificate:
+                raise ssl.SSLError("another certificate")
+            if object_of(await reader.readuntil()) != HERE:
+                raise MeetingRefused(f"the coordinator at {address} says what no coordinator says.")
+        return call
+    except BaseException as error:
+        if call is not None:
+            call.drop()
+        connection.close()
+        if isinstance(error, ssl.SSLError):
+            raise MeetingRefused(
+                f"what listens at {address} does not prove that it has the secret of the run: it is another one, or somebody "
+                "between here and there alters what is said."
+            ) from error
+        if isinstance(error, OSError | EOFError):
+            raise _TryAgain("it has closed the connection without an answer") from error
+        raise
+
+
+def _check(address: str, answer: dict[str, Any] | None) -> None:
+    """The coordinator's first line."""
+    if answer is None or "hf_cocodc" not in answer:
+        raise MeetingRefused(
+            f"what listens at {address} is not a coordinator. Correct the address (regions.coordinator, --coordinator), or start "
+            "one there with `hf-cocodc coordinator`."
+        )
+    why = other_version(answer, f"the coordinator at {address}", "this process")
+    if why is None and "refused" in answer:
+        why = f"the coordinator at {address} refuses this process: {short(answer['refused'], 1000)}"
+    if why is not None:
+        raise MeetingRefused(f"{why}.")
+
+
+def _nobody(address: str, why: str) -> NobodyAnswers:
+    host, port = address.rpartition(":")[0].strip("[]"), address.rpartition(":")[2]
+    secret = "" if is_loopback(host) else " --secret-file FILE"
+    return NobodyAnswers(
+        f"no coordinator answers at {address} ({why}). Start one there with `hf-cocodc coordinator --host {host} --port "
+        f"{port}{secret}`, and check that no firewall keeps a region from it."
+    )
+
+
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks, and let them end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_tasks() -> None:
+    """Cancel all other tasks of the loop, before it is closed."""
+    await cancel(*(asyncio.all_tasks() - {asyncio.current_task()}))
+    await asyncio.sleep(0)  # the sockets of aborted connections are closed
+
+
+class LoopThread(threading.Thread):
+    """An asyncio loop in a thread of its own: the caller's may have one already, as in a notebook."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hf_cocodc-coordinator", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.start()
+
+    def run(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(end_tasks())
+        self.loop.close()
+
+    def wait_for(self, work: Coroutine[Any, Any, _T], look: Callable[[], None] = lambda: None) -> _T:
+        """The result of `work` in the loop. `look` is called several times a second meanwhile."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            while not concurrent.futures.wait((future,), _LOOK_S).done:
+                look()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """Call `work` in the loop. Any thread or signal handler may call this."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(work, *args)
+
+    def end(self) -> None:
+        self.soon(self.loop.stop)
+        self.join(FLUSH_S)  # it may wait for a name server
+
 
 class CoordinatorConnection:
     """A blocking connection to the coordinator at `address` (HOST:PORT).
@@ -84,6 +295,7 @@ class CoordinatorConnection:
         purpose: "region", "command", "status" or "doctor".
         timeout_s: how long to keep trying while the coordinator does not answer.
         look: called several times a second meanwhile; what it raises goes to the caller.
+        thread: whose loop serves the connection, if not one of its own.
 
     Raises:
         Unreachable: the host name is unknown, or no way leads there.
@@ -98,32 +310,25 @@ class CoordinatorConnection:
         keys: Keys | None,
         timeout_s: float = CONNECT_S,
         look: Callable[[], None] = lambda: None,
+        thread: LoopThread | None = None,
     ) -> None:
-        self.address, self._keys, self._look = address, keys, look
-        host, _, port = address.rpartition(":")
-        patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
-        while True:
-            try:
-                self.channel = self._connect(patience)
-                break
-            except (_TryAgain, Unreachable) as error:
-                if wait_s > patience.left_s:
-                    if isinstance(error, Unreachable):
-                        raise
-                    raise self._nobody(host.strip("[]"), port, str(error)) from error
-            self._pause(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        self.send_plain({"run": run, "for": purpose})
+        self.address = address
+        self._thread, self._is_own = thread or LoopThread(), thread is None
+        try:
+            self.call = self._thread.wait_for(connect(address, run, purpose, keys, timeout_s), look)
+        except BaseException:
+            self._end()
+            raise
 
     def send(self, message: FromRegion | FromCommand) -> None:
-        """Send a message, or as much of it as the coordinator takes now; `receive` and `close` send the rest."""
+        """Send a message soon. Raises InputError if it is too long."""
         self.send_plain(message)
 
     def send_plain(self, message: Any) -> None:
-        try:
-            self.channel.write(line_of(message, LONGEST_LINE))
-        except ValueError as error:
-            raise InputError(f"the coordinator at {self.address} cannot be told: {error}.") from error
+        async def say() -> None:
+            self.call.say(message)
+
+        self._thread.wait_for(say())
 
     def receive(self, timeout_s: float) -> Any | None:
         """The next message; None if none comes in time. Raises ConnectionEnded, or LinkError if what comes is no message."""
@@ -131,125 +336,21 @@ class CoordinatorConnection:
         return None if line is None else from_line(line)
 
     def receive_line(self, timeout_s: float) -> bytes | None:
-        until = time.monotonic() + timeout_s
-        while True:
-            if self.channel.num_lines:
-                return self.channel.take_line()
-            if self.channel.ended:
-                raise ConnectionEnded(f"the coordinator at {self.address} has closed the connection")
-            left_s = until - time.monotonic()
-            if left_s < 0:
-                return None
-            _wait(self.channel, left_s)
+        try:
+            return self._thread.wait_for(asyncio.wait_for(self.call.hear(), timeout_s))
+        except asyncio.TimeoutError:
+            return None
 
     def close(self) -> None:
         """Close the connection once the coordinator has taken all, or after a second."""
-        until = time.monotonic() + FLUSH_S
-        self.channel.finish()
-        # it closes its end when it has read all
-        while not self.channel.ended and time.monotonic() < until:
-            _wait(self.channel, until - time.monotonic())
-            while self.channel.num_lines:
-                self.channel.take_line()
-        self.channel.close()
+        self._thread.wait_for(self.call.finish())
+        self._end()
 
-    def _connect(self, patience: _Patience) -> Channel:
-        """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
-        addresses = resolve(self.address, socket.SOCK_STREAM)
-        why = "it has no address"
-        for number, (family, kind, _, _, where) in enumerate(addresses, start=1):
-            try:
-                channel = Channel(socket.socket(family, kind))
-            except OSError as error:  # this kernel does not speak IPv6
-                why = error.strerror or str(error)
-                continue
-            try:
-                why = self._reach(channel.socket, where, patience, number < len(addresses))
-                if not why:
-                    channel.longest = _LONGEST_ANSWER
-                    self._prove(channel, patience)
-                    return channel
-            except BaseException:
-                channel.close()
-                raise
-            channel.close()
-        raise _TryAgain(why)
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self._thread.soon(self.call.drop)
+        self._end()
 
-    def _reach(self, connection: socket.socket, where: Any, patience: _Patience, has_another: bool) -> str:
-        """Connect; return why that failed, or nothing. An address that drops packets must leave time for the next one."""
-        failed = connection.connect_ex(where)
-        until = time.monotonic() + _EACH_S if has_another else math.inf
-        while failed in (errno.EINPROGRESS, errno.EALREADY):
-            left_s = min(patience.left_s, until - time.monotonic())
-            if left_s <= 0:
-                return "it does not answer"
-            if _poll(connection, select.POLLOUT, min(_LOOK_S, left_s)):
-                failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                break
-            self._look()
-        return os.strerror(failed) if failed else ""
-
-    def _prove(self, channel: Channel, patience: _Patience) -> None:
-        """Say who this is, and hear that it is the coordinator."""
-        channel.write(line_of({**versions(), "key": key_id(self._keys) or None}))
-        answer = self._answer(channel, patience)
-        if answer is None or "hf_cocodc" not in answer:
-            raise MeetingRefused(
-                f"what listens at {self.address} is not a coordinator. Correct the address (regions.coordinator, --coordinator), "
-                "or start one there with `hf-cocodc coordinator`."
-            )
-        why = other_version(answer, f"the coordinator at {self.address}", "this process")
-        if why is None and "refused" in answer:
-            why = f"the coordinator at {self.address} refuses this process: {short(answer['refused'], 1000)}"
-        if why is not None:
-            raise MeetingRefused(f"{why}.")
-        if self._keys is not None:
-            channel.protect(identity(self._keys), is_server=False)
-            if self._answer(channel, patience) != HERE:
-                raise MeetingRefused(f"the coordinator at {self.address} says what no coordinator says.")
-
-    def _answer(self, channel: Channel, patience: _Patience) -> dict[str, Any] | None:
-        """The next line. Raises _TryAgain if none comes."""
-        while not channel.num_lines:
-            if channel.is_denied:
-                raise MeetingRefused(
-                    f"what listens at {self.address} does not prove that it has the secret of the run: it is another one, or "
-                    "somebody between here and there alters what is said."
-                )
-            if channel.ended:
-                raise _TryAgain("it has closed the connection without an answer")
-            if patience.left_s <= 0:
-                raise _TryAgain("what listens there does not answer as a coordinator does")
-            self._look()
-            _wait(channel, _LOOK_S)
-        return object_of(channel.take_line())
-
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left_s := until - time.monotonic()) > 0:
-            self._look()
-            time.sleep(min(left_s, _LOOK_S))
-
-    def _nobody(self, host: str, port: str, why: str) -> NobodyAnswers:
-        secret = "" if is_loopback(host) else " --secret-file FILE"
-        return NobodyAnswers(
-            f"no coordinator answers at {self.address} ({why}). Start one there with `hf-cocodc coordinator --host {host} --port "
-            f"{port}{secret}`, and check that no firewall keeps a region from it."
-        )
-
-
-def _wait(channel: Channel, timeout_s: float) -> None:
-    """Wait until something comes or can be sent, and take or send it."""
-    writes = select.POLLOUT if channel.unsent_since is not None else 0
-    events = _poll(channel.socket, select.POLLIN | writes, timeout_s)
-    if events & select.POLLOUT:
-        channel.flush()
-    if events & ~select.POLLOUT:
-        channel.receive()
-
-
-def _poll(connection: socket.socket, events: int, timeout_s: float) -> int:
-    """What has happened to a socket; 0 if nothing has. (`select.select` takes only small file numbers.)"""
-    poller = select.poll()
-    poller.register(connection, events)
-    return next((happened for _, happened in poller.poll(1000 * max(timeout_s, 0.0))), 0)
+    def _end(self) -> None:
+        if self._is_own:
+            self._thread.end()

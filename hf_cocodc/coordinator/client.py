@@ -1,13 +1,11 @@
 """A region's connection to the coordinator, which it makes again when it ends; and what commands ask the coordinator."""
 
+import asyncio
+import concurrent.futures
 import contextlib
 import logging
-import queue
-import selectors
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
@@ -23,7 +21,11 @@ from .caller import (
     LONGEST_WAIT_S,
     ConnectionEnded,
     CoordinatorConnection,
+    LoopThread,
     NobodyAnswers,
+    OpenCall,
+    cancel,
+    connect,
     error_of,
 )
 from .messages import (
@@ -119,14 +121,10 @@ class Client:
     def __init__(self, address: str, run: str, keys: Keys | None = None, period_s: float = 1.0) -> None:
         self._address, self._run, self._keys = address, run, keys
         self._period_s = period_s
-        self._connection: CoordinatorConnection | None = None
+        self._call: OpenCall | None = None
         self._is_over = False
-        self._closes = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._messages: queue.SimpleQueue[FromRegion] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
+        self._thread: LoopThread | None = None
+        self._working: asyncio.Task[None] | None = None
         self.is_connected, self.heard_at = False, time.monotonic()
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
@@ -156,33 +154,40 @@ class Client:
             MeetingRefused: what answers is no coordinator of this run.
         """
         until = time.monotonic() + wait_s
+        self._thread = LoopThread()
         try:
             while True:
                 left_s = max(until - time.monotonic(), 0.0)
                 connection: CoordinatorConnection | None = None
                 try:
                     connection = CoordinatorConnection(
-                        self._address, self._run, "region", self._keys, min(left_s, CONNECT_S), look
+                        self._address,
+                        self._run,
+                        "region",
+                        self._keys,
+                        min(left_s, CONNECT_S),
+                        look,
+                        self._thread,
                     )
                     connection.send(hello)
                     self.welcome = self._await_welcome(connection, hello, wait_s, until, waiting, look)
                     break
                 except (NobodyAnswers, Unreachable, ConnectionEnded) as error:  # what may pass is waited for
                     if connection is not None:
-                        connection.channel.close()
+                        connection.drop()
                     if time.monotonic() + LONGEST_WAIT_S > until:
                         raise self._not_reached(hello, wait_s, error) from error
                     waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
                     self._pause(look)
                 except BaseException:
                     if connection is not None:
-                        connection.channel.close()
+                        connection.drop()
                     raise
         except BaseException:
             self.close()
             raise
         self.me = self.welcome.me
-        self._connection, self.is_connected = connection, True
+        self._call, self.is_connected = connection.call, True
         return self.welcome
 
     def _pause(self, look: Callable[[], None]) -> None:
@@ -269,122 +274,85 @@ class Client:
             away: called when the connection has ended.
         """
         self._on, self._beat, self._back, self._tell_away = on, beat, back, away
-        self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinator", daemon=True)
-        self._thread.start()
+        assert self._thread is not None, "start follows meet"
+        self._thread.soon(self._begin)
 
     def send(self, message: FromRegion) -> None:
         """Send a message soon; it is dropped while there is no connection. Any thread or signal handler may call this."""
-        if self.is_connected:
-            self._messages.put(message)
-            self._wake_up()
+        if self._thread is not None and self.is_connected:
+            self._thread.soon(self._say, message)
 
     def hang_up(self, why: str) -> None:
         """End this connection, and call again. To be called by `on`."""
-        if self._connection is not None:
-            self._drop(self._connection, why)
+        if self._call is not None:
+            self._drop(self._call, why)
 
     def close(self, bye: Bye | None = None) -> None:
         """Say `bye`, then end the connection and the thread, within about a second."""
         if bye is not None:
             self.send(bye)
-        self._closes.set()
-        self._wake_up()
-        if self._thread is not None:
-            self._thread.join(2 * FLUSH_S)  # it may wait for a name server
-        elif self._connection is not None:
-            self._send_all(self._connection)
-            self._connection.close()
-        self.is_connected, self._connection = False, None
-        self._wake.close()
-        self._woken.close()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # the thread is awake, or has ended
-            self._wake.send(b"\0")
+        if self._thread is not None and self._thread.is_alive():
+            parting = asyncio.run_coroutine_threadsafe(self._part(), self._thread.loop)
+            concurrent.futures.wait((parting,), 2 * FLUSH_S)  # it may wait for a name server
+            self._thread.end()
+        self.is_connected, self._call = False, None
 
     # -- in the thread
 
-    def _work(self) -> None:
-        while not self._closes.is_set():
-            if self._connection is None:
-                self._come_back()
-            if self._connection is not None:
-                self._serve(self._connection)
-        if self._connection is not None:
-            self._send_all(self._connection)
-            self._connection.close()
+    def _begin(self) -> None:
+        self._working = asyncio.ensure_future(self._work())
 
-    def _serve(self, connection: CoordinatorConnection) -> None:
-        """Hear and speak until the connection ends, or this is closed."""
-        heard_at = time.monotonic()
-        beat_at = heard_at
-        with self._waiting(connection) as wait:
-            while not self._closes.is_set() and not connection.channel.ended:
-                now = time.monotonic()
-                if now >= beat_at:
-                    beat_at = now + self._period_s
-                    self._send_beat(connection)
-                self._send_all(connection)
-                # what came before is heard before anything is judged by the clock: this process may have stood still
-                if connection.channel.num_lines:
-                    self._hear_all(connection)
-                    heard_at = self.heard_at = time.monotonic()
-                elif wait(min(beat_at, heard_at + SILENT_S) - time.monotonic()):
-                    connection.channel.receive()
-                elif time.monotonic() > heard_at + SILENT_S:
-                    self._drop(connection, f"it has been silent for {SILENT_S:g} s")
-                    return
-            self._hear_all(connection)
-        if not self._closes.is_set():
-            self._drop(connection, "the connection has ended")
+    async def _part(self) -> None:
+        if self._working is not None:
+            await cancel(self._working)
+        if self._call is not None:
+            await self._call.finish()
 
-    @contextlib.contextmanager
-    def _waiting(self, connection: CoordinatorConnection) -> Iterator[Callable[[float], bool]]:
-        """A function that waits for the connection or a call for the thread; it returns whether there is something to read."""
-        channel = connection.channel
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            selector.register(channel.socket, selectors.EVENT_READ)
+    async def _work(self) -> None:
+        while not self._is_over:
+            if self._call is None:
+                await self._come_back()
+            else:
+                await self._serve(self._call)
 
-            def wait(timeout_s: float) -> bool:
-                writes = selectors.EVENT_WRITE if channel.unsent_since is not None else 0
-                selector.modify(channel.socket, selectors.EVENT_READ | writes)
-                has_come = False
-                for key, events in selector.select(max(timeout_s, 0.0)):
-                    if key.fileobj is self._woken:
-                        with contextlib.suppress(BlockingIOError):
-                            self._woken.recv(4096)
-                    elif events & selectors.EVENT_WRITE:
-                        channel.flush()
-                    has_come = has_come or (
-                        key.fileobj is channel.socket and bool(events & selectors.EVENT_READ)
-                    )
-                return has_come
+    async def _serve(self, call: OpenCall) -> None:
+        """Hear and speak until the connection ends."""
+        self.heard_at = time.monotonic()
+        hearing = asyncio.ensure_future(self._hear_all(call))
+        try:
+            # what came before is heard before anything is judged by the clock: this process may have stood still
+            while not hearing.done() and time.monotonic() < self.heard_at + SILENT_S:
+                self._say_beat()
+                await asyncio.wait({hearing}, timeout=self._period_s)
+        finally:
+            await cancel(hearing)
+        if call is self._call:
+            silent = f"it has been silent for {SILENT_S:g} s"
+            self._drop(call, silent if hearing.cancelled() else "the connection has ended")
 
-            yield wait
-
-    def _send_all(self, connection: CoordinatorConnection) -> None:
-        """Send what other threads have given."""
-        while not self._messages.empty():
+    def _say(self, message: FromRegion) -> None:
+        if self._call is not None:
             try:
-                connection.send(self._messages.get())
+                self._call.say(message)
             except InputError as error:
                 logger.warning("%s", error)
 
-    def _send_beat(self, connection: CoordinatorConnection) -> None:
+    def _say_beat(self) -> None:
         try:
-            connection.send(self._beat())
+            self._say(self._beat())
         except Exception:
             logger.exception("a heartbeat cannot be sent")
 
-    def _hear_all(self, connection: CoordinatorConnection) -> None:
-        channel = connection.channel
-        while channel.num_lines and connection is self._connection:
+    async def _hear_all(self, call: OpenCall) -> None:
+        while call is self._call and not self._is_over:
             try:
-                message = from_line(channel.take_line())
+                message = from_line(await call.hear())
+            except ConnectionEnded:
+                return
             except LinkError as error:
                 logger.warning("the coordinator at %s: %s", self._address, error)
                 continue
+            self.heard_at = time.monotonic()
             if isinstance(message, Alive):
                 continue
             self._is_over = self._is_over or isinstance(message, Refuse)
@@ -402,17 +370,15 @@ class Client:
                     "a decision is needed",
                     *(self._address, self.me.region, message.why),
                 )
-            if isinstance(message, Resumed) and self._is_away and connection is self._connection:
+            if isinstance(message, Resumed) and self._is_away and call is self._call:
                 self._is_away = False
                 logger.info("the coordinator at %s is back", self._address)
 
-    def _drop(self, connection: CoordinatorConnection, why: str) -> None:
+    def _drop(self, call: OpenCall, why: str) -> None:
         """End a connection, and say so unless that is known."""
-        self.is_connected, self._connection = False, None
-        connection.channel.close()
+        self.is_connected, self._call = False, None
+        call.drop()
         self._tell_away()
-        while not self._messages.empty():
-            self._messages.get()
         if not self._is_away and not self._is_over:
             self._is_away = True
             logger.warning(
@@ -422,33 +388,18 @@ class Client:
                 why,
             )
 
-    def _come_back(self) -> None:
+    async def _come_back(self) -> None:
         """Connect again, and say who comes back."""
-        if self._is_over:
-            self._closes.wait()
-            return
         # an older coordinator answers at once, and again
-        self._closes.wait(self._wait_s)
+        await asyncio.sleep(self._wait_s)
         with contextlib.suppress(CocodcError):  # the region looks after its own waits then
             self._beat()
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         try:
-            connection = CoordinatorConnection(
-                self._address, self._run, "region", self._keys, SILENT_S, self._raise_if_closed
-            )
-            connection.send(self._back())
-            self._connection, self.is_connected = connection, True
-        except _Closed:
-            pass
+            call = await connect(self._address, self._run, "region", self._keys, SILENT_S)
+            call.say(self._back())
+            self._call, self.is_connected = call, True
         except Exception as error:
             if not isinstance(error, CocodcError):
                 logger.exception("this region cannot come back to the coordinator at %s", self._address)
             logger.debug("the coordinator at %s: %s", self._address, error)
-
-    def _raise_if_closed(self) -> None:
-        if self._closes.is_set():
-            raise _Closed
-
-
-class _Closed(Exception):
-    """The client is closed while it connects."""

@@ -1,16 +1,17 @@
 """Callers that have not yet proven that they have a secret of the coordinator. What they may cost together is bounded."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
 from ..errors import short
-from ..net.channel import Channel, line_of, object_of
+from ..net.channel import keep_from_forks, line_of, object_of
 from ..net.keys import Keys, identity
 from ..settings import ENV_SECRET
 from .messages import PROTOCOL
@@ -20,8 +21,6 @@ logger = logging.getLogger(__name__)
 HERE = {"kind": "here"}
 """The coordinator's first message on a connection with a secret: the caller has proven itself, too."""
 _FAREWELL_S = 1.0
-_AT_ONCE = 32
-"""Callers that are accepted before others have their turn."""
 _GIVE = f"give every region and the coordinator the same (regions.secret_file, --secret-file, {ENV_SECRET})"
 
 
@@ -31,7 +30,7 @@ class Limits:
 
     Attributes:
         line_bytes: of a caller's only line, and of what is read of it at a time.
-        reads: how often a caller is read for that line, and then for the TLS handshake.
+        reads: how often a caller is read for that line.
         proof_s: seconds until a caller must have proven itself.
     """
 
@@ -45,12 +44,11 @@ class Limits:
 class _Caller:
     """A connection that has not proven itself. `key`: id of its secret, after a valid first line; `leaves`: it was refused."""
 
-    channel: Channel
+    socket: socket.socket
     address: str
     until: float
     key: str = ""
     leaves: bool = False
-    num_reads: int = field(default=0)
 
 
 def key_id(keys: Keys | None) -> str:
@@ -77,7 +75,12 @@ def other_version(first_line: Mapping[str, Any], they: str, we: str) -> str | No
 
 
 class Entrance:
-    """Hands callers that have proven themselves to `adopt`, with the id of their secret. No `secrets`: they must have none."""
+    """Hands callers that have proven themselves to `adopt`, with the id of their secret. No `secrets`: they must have none.
+
+    Args:
+        adopt: serves a connection until it ends.
+        longest: bytes of the longest line of a caller that has proven itself.
+    """
 
     def __init__(
         self,
@@ -85,15 +88,16 @@ class Entrance:
         listener: socket.socket,
         secrets: Mapping[str, Keys],
         limits: Limits,
-        adopt: Callable[[Channel, str], None],
+        adopt: Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]],
+        longest: int,
         say: Callable[[str], None],
     ) -> None:
         self._loop, self._listener, self._secrets, self._limits = loop, listener, secrets, limits
-        self._adopt, self._say = adopt, say
-        self._callers: dict[_Caller, None] = {}  # in the order in which they came
+        self._adopt, self._longest, self._say = adopt, longest, say
+        self._callers: dict[_Caller, asyncio.Task[None]] = {}  # in the order in which they came
         self._num_turned_away: Counter[str] = Counter()
         self._said_at = -1.0
-        self._listen()
+        self._accepting = loop.create_task(self._accept())
 
     def look_after(self) -> None:
         """Close callers whose time is up, and say how many were turned away. Call this several times a second."""
@@ -107,29 +111,21 @@ class Entrance:
             self._num_turned_away.clear()
             self._say(f"closed {total} connections that proved nothing, most of them from {most}")
 
-    def close(self) -> None:
-        for caller in list(self._callers):
-            self._end(caller)
-        self._loop.remove_reader(self._listener)
-
-    def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+    async def _accept(self) -> None:
+        while True:
             try:
-                connection, address = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
+                connection, address = await self._loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue
             except OSError:  # too many files are open: the listener would wake us again at once
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(0.2, self._listen)
-                return
+                await asyncio.sleep(0.2)
+                continue
+            keep_from_forks(connection)
             self._make_room()
-            caller = _Caller(Channel(connection), address[0], self._loop.time() + self._limits.proof_s)
-            caller.channel.longest = self._limits.line_bytes
-            self._callers[caller] = None
-            self._loop.add_reader(connection, self._read, caller)
+            caller = _Caller(connection, address[0], self._loop.time() + self._limits.proof_s)
+            self._callers[caller] = self._loop.create_task(self._serve(caller))
+            self._callers[caller].add_done_callback(lambda _, over=connection: over.close())  # type: ignore[misc]
+            await asyncio.sleep(0)  # others have their turn
 
     def _make_room(self) -> None:
         """If there are too many, close one: of the address with the most callers, the oldest that has said nothing valid."""
@@ -140,42 +136,45 @@ class Entrance:
         theirs = [caller for caller in self._callers if counts[caller.address] == most]
         self._turn_away(min(theirs, key=lambda caller: bool(caller.key)))
 
-    def _read(self, caller: _Caller) -> None:
-        channel = caller.channel
-        channel.receive(self._limits.line_bytes)
-        caller.num_reads += 1
-        if caller.key:
-            if channel.is_protected:
-                channel.write(line_of(HERE))
-                self._let_in(caller)
-            elif channel.ended or caller.num_reads >= self._limits.reads:
-                self._turn_away(caller)
-        elif channel.has_skipped or channel.num_lines > 1:
-            self._turn_away(caller)
-        elif channel.num_lines:
-            caller.num_reads = 0
-            message = object_of(channel.take_line())
-            if message is None:
-                self._turn_away(caller)
-            else:
-                self._hear(caller, message)
-        elif channel.ended or caller.num_reads >= self._limits.reads:
+    async def _serve(self, caller: _Caller) -> None:
+        """Let a caller prove itself, and serve it."""
+        with contextlib.suppress(OSError):
+            if await self._is_welcome(caller):
+                reader = asyncio.StreamReader(self._longest)
+                protocol = asyncio.StreamReaderProtocol(reader)
+                proof = identity(self._secrets[caller.key]) if caller.key else None
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, caller.socket, ssl=None if proof is None else proof.contexts[True]
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                certificate = transport.get_extra_info("ssl_object")
+                if proof is None or certificate.getpeercert(True) == proof.certificate:
+                    if proof is not None:
+                        writer.write(line_of(HERE))
+                    del self._callers[caller]
+                    await self._adopt(reader, writer, caller.key)
+                transport.abort()
+        if caller in self._callers:
             self._turn_away(caller)
 
-    def _hear(self, caller: _Caller, message: dict[str, Any]) -> None:
-        """The first line of a caller. Its form never changes."""
+    async def _is_welcome(self, caller: _Caller) -> bool:
+        """Hear the first line of a caller, and answer it. The form of both never changes."""
+        said = b""
+        for _ in range(self._limits.reads):
+            chunk = await self._loop.sock_recv(caller.socket, self._limits.line_bytes)
+            said += chunk
+            if not chunk or b"\n" in chunk or len(said) > self._limits.line_bytes:
+                break
+        message = object_of(said) if said.find(b"\n") == len(said) - 1 else None
+        if message is None or len(said) > self._limits.line_bytes:
+            return False
         why = self._reason_to_refuse(message)
         if why is not None:
-            self._refuse(caller, why)
-            return
+            await self._refuse(caller, why)
+            return False
         caller.key = message.get("key") or ""
-        self._write(caller, versions())
-        if caller not in self._callers:
-            return
-        if caller.key:
-            caller.channel.protect(identity(self._secrets[caller.key]), is_server=True)
-        else:
-            self._let_in(caller)
+        await self._loop.sock_sendall(caller.socket, line_of(versions()))
+        return True
 
     def _reason_to_refuse(self, message: dict[str, Any]) -> str | None:
         if "hf_cocodc" not in message:
@@ -192,34 +191,18 @@ class Entrance:
             return f"the caller has another secret than the coordinator: {_GIVE}"
         return None
 
-    def _let_in(self, caller: _Caller) -> None:
-        self._loop.remove_reader(caller.channel.socket)
-        del self._callers[caller]
-        self._adopt(caller.channel, caller.key)
-
-    def _refuse(self, caller: _Caller, why: str) -> None:
+    async def _refuse(self, caller: _Caller, why: str) -> None:
         """Tell a caller why, and close the connection a moment later."""
         now = self._loop.time()
         if now >= self._said_at + 1.0:
             self._said_at = now
             self._say(f"refused a caller from {caller.address}: {why}")
-        self._write(caller, {**versions(), "refused": why})
-        if caller in self._callers:
-            self._loop.remove_reader(caller.channel.socket)
-            caller.channel.finish()
-            caller.leaves, caller.until = True, now + _FAREWELL_S
-
-    def _write(self, caller: _Caller, message: dict[str, Any]) -> None:
-        caller.channel.write(line_of(message))
-        if caller.channel.ended or caller.channel.unsent_since is not None:  # a new connection takes one line
-            self._turn_away(caller)
+        caller.leaves, caller.until = True, now + _FAREWELL_S
+        await self._loop.sock_sendall(caller.socket, line_of({**versions(), "refused": why}))
+        caller.socket.shutdown(socket.SHUT_WR)
+        await asyncio.sleep(_FAREWELL_S)
 
     def _turn_away(self, caller: _Caller) -> None:
         if not caller.leaves:
             self._num_turned_away[caller.address] += 1
-        self._end(caller)
-
-    def _end(self, caller: _Caller) -> None:
-        del self._callers[caller]
-        self._loop.remove_reader(caller.channel.socket)
-        caller.channel.close()
+        self._callers.pop(caller).cancel()

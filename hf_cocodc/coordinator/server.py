@@ -153,7 +153,7 @@ def _end(
     state: StateFile | None,
 ) -> None:
     if coordinator is not None:
-        coordinator.close()
+        loop.run_until_complete(coordinator.close())
     listener.close()
     if state is not None:
         state.close()

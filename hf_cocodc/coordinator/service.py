@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 from msgspec import structs
 
 from ..errors import LinkError, short
-from ..net.channel import Channel, keep_alive, line_of, object_of
+from ..net.channel import keep_alive, line_of, object_of, put
 from ..net.keys import Keys
-from .caller import LONGEST_LINE
+from .caller import LONGEST_LINE, end_tasks
 from .entrance import Entrance, Limits, key_id
 from .messages import (
     Alive,
@@ -31,6 +32,8 @@ from .messages import (
 )
 from .runs import Hosted, Runs
 from .state import StateFile
+
+logger = logging.getLogger(__name__)
 
 _MOST_TOLD = 256 << 10
 """Bytes of a doctor's report."""
@@ -49,34 +52,33 @@ _FAREWELL_S = 5.0
 
 @dataclass(eq=False)
 class _Allowance:
-    """What a run may say (a token bucket). While it has said too much, its connections are not read."""
+    """What a run may say (a token bucket). While it has said too much, its connections are not heard."""
 
     left: float = _BURST
     at: float = field(default_factory=time.monotonic)
-    paused: "set[_Connection]" = field(default_factory=set)
 
-    def refill(self) -> None:
-        now = time.monotonic()
-        self.left, self.at = min(_BURST, self.left + _RATE * (now - self.at)), now
+    @property
+    def is_spent(self) -> bool:
+        if self.left < 1:
+            now = time.monotonic()
+            self.left, self.at = min(_BURST, self.left + _RATE * (now - self.at)), now
+        return self.left < 1
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A caller that has proven itself. `greets`: its next message is its first; `is_due`: lines wait for the next turn."""
+    """A caller that has proven itself. `greets`: its next message is its first."""
 
     who: int
-    channel: Channel
+    transport: asyncio.WriteTransport
     key: str
     allowance: _Allowance
+    task: "asyncio.Task[None]"
     purpose: str = ""
     name: str = ""
     hosted: Hosted | None = None
     greets: bool = True
     num_bad: int = 0
-    is_due: bool = False
-    is_read: bool = False
-    is_written: bool = False
-    is_closed: bool = False
 
 
 class Coordinator:
@@ -104,10 +106,11 @@ class Coordinator:
         self._runs = Runs(self._send, say, fail, state, self._end, self._later)
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
-        self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, say)
+        self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, LONGEST_LINE, say)
         self._alive = line_of(Alive())
         self._alive_at = self._expire_at = loop.time()
-        self._timer = loop.call_later(_TICK_S, self._tick)
+        self._timing = loop.create_task(self._keep_time())
+        self._is_closed = False
 
     def _later(self, work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
         """See `Runs`: one thread writes the file, for a slow disk must not hold other runs."""
@@ -120,16 +123,22 @@ class Coordinator:
 
         self._writer.submit(work).add_done_callback(written)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._writer.shutdown()
-        self._timer.cancel()
-        self._entrance.close()
-        for connection in list(self._connections.values()):
-            self._close(connection)
+        self._is_closed = True
+        await end_tasks()
+
+    async def _keep_time(self) -> None:
+        while True:
+            # a process that stood still hears what has come before it judges by the clock: tasks wake in the order of events
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("the coordinator goes on")
 
     def _tick(self) -> None:
         now = self._loop.time()
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
         self._runs.tick()
         self._entrance.look_after()
         if now >= self._alive_at:
@@ -145,99 +154,48 @@ class Coordinator:
 
     # -- connections
 
-    def _adopt(self, channel: Channel, key: str) -> None:
-        """A caller has proven itself."""
-        keep_alive(channel.socket)
-        channel.longest = 2 * LONGEST_LINE
-        connection = _Connection(next(self._numbers), channel, key, self._allowance(key, ""))
-        self._connections[connection.who] = connection
-        self._work(connection)
+    async def _adopt(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
+        """Serve a caller that has proven itself until its connection ends."""
+        keep_alive(writer.get_extra_info("socket"))
+        task = asyncio.current_task()
+        assert task is not None
+        who = next(self._numbers)
+        connection = _Connection(who, writer.transport, key, self._allowance(key, ""), task)
+        self._connections[who] = connection
+        is_cut = True
+        try:
+            await self._hear_all(connection, reader)
+        except asyncio.IncompleteReadError:
+            is_cut = False
+        except OSError as error:
+            is_cut = not isinstance(error, BrokenPipeError)
+        except (asyncio.CancelledError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            writer.transport.abort()
+            del self._connections[who]
+        if connection.hosted is not None and not self._is_closed:
+            self._runs.ended(connection.hosted, who, is_cut)
+
+    async def _hear_all(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
+        for number in itertools.count(1):
+            line = await reader.readuntil()
+            while connection.allowance.is_spent:
+                await asyncio.sleep(_TICK_S)
+            connection.allowance.left -= 1 + len(line) / _COUNTS_AS_ONE
+            try:
+                self._hear(connection, line)
+            except Exception:
+                logger.exception("run %r: a message cannot be heeded", short(connection.name))
+            if number % _PORTION == 0:
+                await asyncio.sleep(0)
 
     def _allowance(self, key: str, name: str) -> _Allowance:
         return self._allowances.setdefault((key, name), _Allowance())
 
-    def _readable(self, connection: _Connection) -> None:
-        connection.channel.receive()
-        self._work(connection)
-
-    def _work(self, connection: _Connection) -> None:
-        """Hear some of what has come."""
-        connection.is_due = False
-        channel = connection.channel
-        for _ in range(_PORTION):
-            if connection.is_closed or not channel.num_lines or self._is_paused(connection):
-                break
-            connection.allowance.left -= 1 + channel.next_bytes / _COUNTS_AS_ONE
-            self._hear(connection, channel.take_line())
-        if channel.ended and not channel.num_lines:
-            self._close(connection)
-        self._watch(connection)
-
-    def _is_paused(self, connection: _Connection) -> bool:
-        """Whether its run has said too much: then none of the run's connections is heard for a moment."""
-        allowance = connection.allowance
-        if allowance.left < 1:
-            allowance.refill()
-        if allowance.left >= 1:
-            return False
-        if not allowance.paused:
-            self._loop.call_later(_TICK_S, self._resume, allowance)
-        allowance.paused.add(connection)
-        return True
-
-    def _resume(self, allowance: _Allowance) -> None:
-        paused, allowance.paused = allowance.paused, set()
-        for connection in paused:
-            if not connection.is_closed:
-                self._work(connection)
-
-    def _watch(self, connection: _Connection) -> None:
-        """Let the loop look at what is of interest now."""
-        if connection.is_closed:
-            return
-        channel, loop = connection.channel, self._loop
-        waits = connection in connection.allowance.paused
-        reads = not waits and not channel.num_lines and not channel.ended
-        if reads and not connection.is_read:
-            loop.add_reader(channel.socket, self._readable, connection)
-        elif connection.is_read and not reads:
-            loop.remove_reader(channel.socket)
-        connection.is_read = reads
-        if channel.num_lines and not waits and not connection.is_due:
-            connection.is_due = True
-            loop.call_soon(self._work, connection)
-        writes = channel.unsent_since is not None and not channel.ended
-        if writes and not connection.is_written:
-            loop.add_writer(channel.socket, self._writable, connection)
-        elif connection.is_written and not writes:
-            loop.remove_writer(channel.socket)
-        connection.is_written = writes
-
-    def _writable(self, connection: _Connection) -> None:
-        connection.channel.flush()
-        self._after_write(connection)
-
     def _write(self, connection: _Connection, line: bytes) -> None:
-        connection.channel.write(line)
-        self._after_write(connection)
-
-    def _after_write(self, connection: _Connection) -> None:
-        if connection.channel.ended:
-            # not at once: a step of its run may be in hand
-            self._loop.call_soon(self._close, connection)
-        self._watch(connection)
-
-    def _close(self, connection: _Connection) -> None:
-        if connection.is_closed:
-            return
-        connection.is_closed = True
-        connection.allowance.paused.discard(connection)
-        del self._connections[connection.who]
-        self._loop.remove_reader(connection.channel.socket)
-        self._loop.remove_writer(connection.channel.socket)
-        connection.channel.close()
-        if connection.hosted is not None:
-            self._runs.ended(connection.hosted, connection.who, not connection.channel.is_closed)
+        if not put(connection.transport, line):
+            connection.task.cancel()
 
     # -- messages
 
@@ -250,18 +208,13 @@ class Coordinator:
         if self._line_of[0] is not message:  # many get the same
             self._line_of = message, line_of(message, 1 << 30)
         self._write(connection, self._line_of[1])
-        if isinstance(message, Refuse) and not connection.is_closed:
-            self._part(connection)
-
-    def _part(self, connection: _Connection) -> None:
-        """Let the other end take what it was told, and close the connection unless it does."""
-        connection.channel.finish()
-        self._loop.call_later(_FAREWELL_S, self._close, connection)
+        if isinstance(message, Refuse):  # the other end takes what it was told, and closes the connection
+            self._loop.call_later(_FAREWELL_S, connection.task.cancel)
 
     def _end(self, who: int) -> None:
         """Close a connection soon: a step of its run may be in hand."""
         if who in self._connections:
-            self._loop.call_soon(self._close, self._connections[who])
+            self._connections[who].task.cancel()
 
     def _hear(self, connection: _Connection, line: bytes) -> None:
         match connection.purpose:
@@ -272,7 +225,7 @@ class Coordinator:
             case "doctor":
                 self._hear_doctor(connection, line)
             case "echo":  # whoever asks learns whether large messages pass
-                self._write(connection, line + b"\n")
+                self._write(connection, line)
 
     def _hear_purpose(self, connection: _Connection, line: bytes) -> None:
         message = object_of(line) or {}
@@ -331,4 +284,4 @@ class Coordinator:
         if connection.num_bad == 1:
             self._say(f"run {short(connection.name)!r}: ignored a message: {short(what, 200)}")
         if connection.num_bad >= _MOST_BAD:
-            self._close(connection)
+            connection.task.cancel()

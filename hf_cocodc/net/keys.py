@@ -70,7 +70,10 @@ def new_secret() -> str:
 
 
 class Identity:
-    """A key and a certificate (DER), equal in every process with the secret; made by `identity`."""
+    """A key and a certificate (DER), equal in every process with the secret; made by `identity`.
+
+    `contexts`: of TLS 1.3, in which both ends prove themselves; that of the server, and that of its caller.
+    """
 
     def __init__(self, keys: Keys) -> None:
         private = Ed25519PrivateKey.from_private_bytes(keys.of("identity").raw)
@@ -84,7 +87,7 @@ class Identity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ) + certificate.public_bytes(serialization.Encoding.PEM)
         with _file_of(pem) as path:
-            self._contexts = {is_server: self._context(is_server, path) for is_server in (False, True)}
+            self.contexts = {is_server: self._context(is_server, path) for is_server in (False, True)}
 
     def _context(self, is_server: bool, file: str) -> ssl.SSLContext:
         # of all who may sign certificates it trusts only this one; a default context would trust those of the system, too
@@ -97,10 +100,6 @@ class Identity:
         if is_server:
             context.num_tickets = 0  # nobody resumes a session
         return context
-
-    def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, is_server: bool) -> ssl.SSLObject:
-        """One end of a TLS 1.3 conversation, in which both ends prove themselves."""
-        return self._contexts[is_server].wrap_bio(incoming, outgoing, server_side=is_server)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 import psutil
 
 from hf_cocodc.coordinator import rules
-from hf_cocodc.coordinator.caller import CoordinatorConnection
+from hf_cocodc.coordinator.caller import CoordinatorConnection, LoopThread
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Back, Beat, Hello, Terms, ToRegion, Welcome
 from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
@@ -182,7 +180,10 @@ def of_one_process(count: int, seconds: float) -> None:
     there, process = started()
     try:
         used, began = there.cpu_s, time.monotonic()
-        found = [CoordinatorConnection(there.address, "run", "region", None) for _ in range(count)]
+        thread = LoopThread()
+        found = [
+            CoordinatorConnection(there.address, "run", "region", None, thread=thread) for _ in range(count)
+        ]
         for region, each in enumerate(found):
             each.send(hello(region, count))
         welcomes = [welcome_of(each) for each in found]
@@ -198,7 +199,6 @@ def of_one_process(count: int, seconds: float) -> None:
                 time.sleep(max(began + number / count - time.monotonic(), 0.0))
                 each = found[number % count]
                 each.send(beat(welcomes[number % count], number // count))
-                drain(each.channel.socket)
 
         measured(there, count, seconds, turn)
     finally:
@@ -212,11 +212,6 @@ def welcome_of(connection: CoordinatorConnection) -> Welcome:
         if message is None or isinstance(message, Welcome):
             assert message is not None, "the regions have not met"
             return message
-
-
-def drain(connection: socket.socket) -> None:
-    while select.select([connection], [], [], 0)[0] and connection.recv(1 << 16):
-        pass
 
 
 def main() -> None:

@@ -133,9 +133,11 @@ def try_to_meet(
 
 def socket_of(region: Region) -> socket.socket:
     """Of its connection to the coordinator."""
-    connection = region.client._connection
-    assert connection is not None
-    return connection.channel.socket
+    call = region.client._call
+    assert call is not None
+    found = call.writer.get_extra_info("socket")._sock
+    assert isinstance(found, socket.socket)
+    return found
 
 
 def ask(

@@ -20,7 +20,7 @@ from hf_cocodc.errors import InputError, MeetingError, MeetingRefused
 from hf_cocodc.net.addresses import free_port, own_address
 
 from ..net.swallowing import Swallowing
-from .regions import OTHER, SECRET, Region, hello, meet, part, try_to_meet, wait_until
+from .regions import OTHER, SECRET, Region, hello, meet, part, socket_of, try_to_meet, wait_until
 
 
 def test_nobody_answers() -> None:
@@ -271,8 +271,7 @@ def test_a_region_that_is_refused_hears_so_and_calls_no_more() -> None:
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
     a.welcome = structs.replace(a.welcome, token="another")
-    assert a.client._connection is not None
-    a.client._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+    socket_of(a).shutdown(socket.SHUT_RDWR)
     assert a.wait_for(Refuse).error == "LeftBehind"
     time.sleep(0.5)
     assert sum(isinstance(each, Refuse) for each in a.heard) == 1

@@ -166,7 +166,7 @@ def client_hello(keys: Keys) -> bytes:
     """The first bytes of a handshake."""
     outgoing = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        identity(keys).wrap(ssl.MemoryBIO(), outgoing, is_server=False).do_handshake()
+        identity(keys).contexts[False].wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
     return outgoing.read()
 
 
@@ -217,7 +217,7 @@ def talk(address: str, keys: Keys) -> tuple[str, ssl.SSLObject]:
     [caller] = strangers_that_say(address, FIRST, 1)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller.recv(4096)
-    tls = identity(keys).wrap(incoming, outgoing, is_server=False)
+    tls = identity(keys).contexts[False].wrap_bio(incoming, outgoing)
     heard = ""
     with caller:
         for _ in range(20):
@@ -239,11 +239,9 @@ class Anyone:
     """The identity of a thief, which takes any certificate of the other end."""
 
     def __init__(self) -> None:
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self.context.check_hostname, self.context.verify_mode = False, ssl.CERT_NONE
-
-    def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, is_server: bool) -> ssl.SSLObject:
-        return self.context.wrap_bio(incoming, outgoing)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        self.contexts = {False: context}
 
 
 def test_another_identity_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,11 +345,10 @@ def flood(address: str, region: int) -> None:
     connection = CoordinatorConnection(address, "flood", "region", OTHER)
     connection.send(hello(region))
     line = Beat(step=1) if region else {"kind": "Nonsense", "x": "y" * 100}
-    while not connection.channel.ended:
-        if connection.channel.unsent_since is None:
-            connection.send_plain(line)
-        else:
-            connection.receive_line(0.01)
+    while not ended(connection):
+        connection.send_plain(line)
+        while connection.call.writer.transport.get_write_buffer_size():
+            time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -395,12 +392,11 @@ def test_messages_that_are_none_are_ignored_and_many_end_the_connection() -> Non
     for _ in range(100):
         stray.send_plain({"kind": "Beat", "step": -5})
     wait_until(lambda: ended(stray))
-    stray.channel.close()
+    stray.drop()
     assert a.client.is_connected and b.client.is_connected
     part(a, b)
     served.close()
 
 
 def ended(connection: CoordinatorConnection) -> bool:
-    connection.channel.receive()
-    return connection.channel.ended
+    return connection.call.writer.transport.is_closing() or connection.call.reader.at_eof()

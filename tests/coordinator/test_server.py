@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from hf_cocodc.coordinator.caller import CoordinatorConnection
+from hf_cocodc.coordinator.caller import CoordinatorConnection, OpenCall
 from hf_cocodc.coordinator.client import status, told_by_doctors
 from hf_cocodc.coordinator.messages import (
     PROTOCOL,
@@ -46,7 +46,7 @@ from hf_cocodc.coordinator.messages import (
 )
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import HandshakeError, InputError, MeetingError, RegionLostError, RunOver
-from hf_cocodc.net.channel import Channel, line_of
+from hf_cocodc.net.channel import line_of
 
 from .regions import OTHER, SECRET, Region, ask, hello, meet, part, socket_of, try_to_meet, wait_until
 
@@ -270,11 +270,15 @@ def test_members_hear_whether_a_connection_was_closed_or_cut(
     with coordinator() as served:
         a, b = meet(served.address, hello(0), hello(1))
         if cut:  # a reset
-            monkeypatch.setattr(Channel, "finish", lambda channel: None)
+            monkeypatch.setattr(OpenCall, "finish", drop)
             socket_of(b).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         b.client.close()
         assert a.wait_for(Hears) == Hears(member=b.client.me, hears=False, cut=cut)
         part(a)
+
+
+async def drop(call: OpenCall) -> None:
+    call.drop()
 
 
 def test_the_log_has_a_line_for_each_event(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,13 +350,8 @@ def phases(address: str) -> list[str]:
 @pytest.mark.slow
 def test_a_coordinator_that_stands_still_makes_nobody_late() -> None:
     with process() as (started, address):
-        terms = hello(0).terms
-        hellos = [
-            hello(each).__class__(
-                **{**vars(hello(each)), "terms": terms.__class__(**{**vars(terms), "timeout_s": 2.0})}
-            )
-            for each in (0, 1)
-        ]
+        terms = structs.replace(hello(0).terms, timeout_s=2.0)
+        hellos = [structs.replace(hello(each), terms=terms) for each in (0, 1)]
         a, b = meet(address, *hellos, period_s=0.2)
         a.waits_for, b.waits_for = 1, 0
         time.sleep(0.5)
@@ -416,7 +415,7 @@ def test_a_forked_process_does_not_keep_connections_open() -> None:
             time.sleep(30)
             os._exit(0)
         try:
-            b.channel.close()
+            b.drop()
             wait_until(lambda: "not connected" in status(served.address, None)[0]["members"][1]["doing"])
             part(a)
         finally:
