@@ -912,8 +912,8 @@ class _Work:
             for who in state.seats:
                 self.wait(
                     who,
-                    f"it was started again, and {_named(state.uncalled)} of run {state.name!r} has not called since: a second "
-                    "coordinator with a copy of its state file may run",
+                    f"it was started again, and has not heard of {_named(state.uncalled)} of run {state.name!r} since: a second "
+                    "coordinator with a copy of its state file may have them. If they have died, start them again",
                 )
 
     def note_away(self) -> None:

@@ -61,7 +61,7 @@ class Part:
     Attributes:
         run: the id of the run; `generation`: of the newest coordinator that it has heeded; `token`: see `Welcome`.
         wait_s: how long a loss waits for a coordinator that is away.
-        answers: whether the coordinator is there, and decides.
+        answers: whether the coordinator is there, and decides; `undecided`: why one that is there does not.
         roster: who takes part in calls that are made now; lost members may still be among them.
         changes: changes that count now; `announced` has those that it knows and that do not count yet, without gaps.
         due: changes up to this number count from the next step on.
@@ -86,6 +86,7 @@ class Part:
     token: str = ""
     wait_s: float = math.inf
     answers: bool = True
+    undecided: str = ""
     roster: tuple[Member, ...] = ()
     changes: int = 0
     announced: tuple[Change, ...] = ()

@@ -337,7 +337,7 @@ class _MemberWork:
                 if self.heeds(message):
                     self.hear(message, awaits, now)
             case Away():
-                self.change(answers=False)
+                self.change(answers=False, undecided="")
             case Waited():
                 self.waited(event)
             case Connected(member=member):
@@ -411,10 +411,10 @@ class _MemberWork:
                 closed = {each: at for each, at in state.closed.items() if each != member}
                 # who was cut off may be there
                 self.change(closed=closed if hears or cut else {**closed, member: now})
-            case Waiting():
-                self.change(answers=False)
+            case Waiting(why=why):
+                self.change(answers=False, undecided=why)
             case Resumed():
-                self.change(answers=True)
+                self.change(answers=True, undecided="")
                 for other in state.paired.values():  # it may have forgotten
                     self.effects.append(Tell(Paired(member=other)))
                 if state.frozen:
@@ -452,11 +452,12 @@ class _MemberWork:
         if state.answers:
             return
         if state.frozen and waited.undecided_s > state.wait_s:
+            said = "answered" if not state.undecided else "decided"
+            way_out = state.undecided or "Start it again with its state file"
             self.fail(
                 LinkError,
-                f"region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
-                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}). Start it again with its "
-                "state file, then all regions with --resume.",
+                f"region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
+                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}): {way_out}, then all regions with --resume.",
             )
         if state.terms.elastic or call is None or waited.waited_s <= state.terms.stuck_timeout_s:
             return

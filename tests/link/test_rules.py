@@ -27,6 +27,7 @@ from hf_cocodc.coordinator.messages import (
     Resumed,
     Suspect,
     Terms,
+    Waiting,
     Welcome,
 )
 from hf_cocodc.errors import LeftBehind, LinkError, RegionLostError, RunOver
@@ -567,6 +568,15 @@ def test_a_loss_that_nobody_decides_ends_in_the_end() -> None:
     assert process.do(Waited(None, 0.0, 59.0)) == []
     [fails] = process.do(Waited(None, 0.0, 61.0))
     assert isinstance(fails, Fail) and fails.error is LinkError and "regions.wait_s=60" in fails.why
+
+
+def test_a_coordinator_that_decides_nothing_is_named_with_its_reason() -> None:
+    process = Process()
+    process.part = replace(process.part, wait_s=60.0)
+    process.do(Made("one"), Missed(1, 0, B, "silent"), HeardFrom(Waiting(why="it has not heard of region 1")))
+    [fails] = process.do(Waited(None, 0.0, 61.0))
+    assert isinstance(fails, Fail) and "has not decided for 61 s" in fails.why
+    assert "it has not heard of region 1" in fails.why
 
 
 def test_a_fixed_run_without_a_coordinator_gives_up_a_region_that_is_stuck() -> None:
