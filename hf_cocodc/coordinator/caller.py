@@ -96,6 +96,10 @@ class OpenCall:
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._address, self.reader, self.writer = address, reader, writer
+        thread = threading.current_thread()
+        assert isinstance(thread, LoopThread)
+        self._open = thread.calls
+        self._open.add(self)
 
     def say(self, message: Any) -> None:
         """Send a message, or another object, soon. Raises InputError if it is too long."""
@@ -126,6 +130,7 @@ class OpenCall:
 
     def drop(self) -> None:
         """Close the connection at once."""
+        self._open.discard(self)
         self.writer.transport.abort()
 
 
@@ -251,19 +256,26 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 async def end_tasks() -> None:
     """Cancel all other tasks of the loop, before it is closed."""
     await cancel(*(asyncio.all_tasks() - {asyncio.current_task()}))
-    await asyncio.sleep(0)  # the sockets of aborted connections are closed
+    for _ in range(3):  # the sockets of aborted connections are closed, those with TLS a turn later
+        await asyncio.sleep(0)
 
 
 class LoopThread(threading.Thread):
-    """An asyncio loop in a thread of its own: the caller's may have one already, as in a notebook."""
+    """An asyncio loop in a thread of its own: the caller's may have one already, as in a notebook.
+
+    `calls`: those that are open. Whoever asked for one may have been interrupted before it had it.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="hf_cocodc-coordinator", daemon=True)
         self.loop = asyncio.new_event_loop()
+        self.calls: set[OpenCall] = set()
         self.start()
 
     def run(self) -> None:
         self.loop.run_forever()
+        for call in list(self.calls):
+            call.drop()
         self.loop.run_until_complete(end_tasks())
         self.loop.close()
 

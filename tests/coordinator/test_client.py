@@ -12,7 +12,7 @@ from msgspec import structs
 
 from hf_cocodc.coordinator import caller
 from hf_cocodc.coordinator import client as client_module
-from hf_cocodc.coordinator.caller import CoordinatorConnection
+from hf_cocodc.coordinator.caller import CoordinatorConnection, LoopThread, connect
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Bye, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import Served, serve_in_thread
@@ -318,3 +318,14 @@ def test_a_process_that_stands_still_loses_no_patience(monkeypatch: pytest.Monke
     for now.s in (1.0, 100.0, 101.0, 200.0):
         left.append(patience.left_s)
     assert left == [9.0, 6.0, 5.0, 2.0]
+
+
+def test_a_call_that_nobody_has_any_more_is_closed_with_its_loop() -> None:
+    """Whoever asked for it was interrupted a moment after it had come about."""
+    served, thread = serve_in_thread(), LoopThread()
+    call = thread.wait_for(connect(served.address, "run", "region", None, 5.0))
+    thread.end()
+    assert not thread.calls and call.writer.transport.is_closing()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        call.writer.get_extra_info("socket").getpeername()
+    served.close()
