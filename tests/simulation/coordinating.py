@@ -62,8 +62,9 @@ class Coordinator(Actor):
         return self.network.now - self._stood_still_s
 
     def freeze(self) -> None:
+        if not self.is_frozen:
+            self._frozen_at = self.network.now
         super().freeze()
-        self._frozen_at = self.network.now
 
     def thaw(self) -> None:
         if self.is_frozen:
