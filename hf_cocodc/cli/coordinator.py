@@ -59,7 +59,7 @@ def register(subparsers: Any) -> None:
         type=Path,
         metavar="FILE",
         help="keep decisions in this file. Start the coordinator again with the same file: one that has lost it decides nothing "
-        "for the runs that train, and they stop with checkpoints when they need a decision (default: "
+        "for the runs that train: once a loss is to be decided, they wait for regions.wait_s, then end (default: "
         "~/.local/state/hf_cocodc/coordinator-PORT.state; none with --port 0)",
     )
     parser.add_argument(

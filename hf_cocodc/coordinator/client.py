@@ -366,8 +366,8 @@ class Client:
             if isinstance(message, Waiting):
                 self._is_away = True
                 logger.warning(
-                    "the coordinator at %s decides nothing for region %d: %s. Training goes on, and stops with a checkpoint when "
-                    "a decision is needed",
+                    "the coordinator at %s decides nothing for region %d: %s. Training goes on; once a loss is to be decided, "
+                    "the region waits for regions.wait_s, then ends",
                     *(self._address, self.me.region, message.why),
                 )
             if isinstance(message, Resumed) and self._is_away and call is self._call:

@@ -39,8 +39,8 @@ _TICKETS = 1000
 _LEAST_FULL = 64 << 20
 """From so many bytes on, the file is rewritten whenever it has doubled."""
 _WAY_OUT = (
-    "Move the file away, and start the coordinator: its regions train on, and stop with checkpoints when they need a decision. "
-    "Then start all of them again with --resume"
+    "Move the file away, and start the coordinator: its regions train on; once a loss is to be decided, they "
+    "wait for regions.wait_s, then end. Start all of them again with --resume"
 )
 
 _HEAD = {"hf_cocodc state": 2, "protocol": PROTOCOL}

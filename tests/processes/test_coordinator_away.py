@@ -217,4 +217,4 @@ def test_regions_that_need_no_decision_train_on_beside_a_coordinator_without_its
         coordinator.start()
         found = regions.found(0, 1, 2)
         assert len({str(each["digests"]) for each in found}) == 1 and len(found[0]["digests"]) == STEPS
-        assert "stops with a checkpoint when it needs a decision" in coordinator.log.read_text()
+        assert "once a loss is to be decided, it waits for regions.wait_s" in coordinator.log.read_text()
