@@ -57,14 +57,11 @@ _BYTE = torch.zeros(1, dtype=torch.uint8, device=HOST)
 
 def differs(link: Link, digests: Collection[int]) -> bool:
     """Whether regions differ, by their `digests`: in any lane of the region, all of which then make the same calls."""
-    here = len(set(digests)) > 1
-    if link.num_lanes == 1 or set(digests) <= {_UNKNOWN}:
-        return here
-    return bool(link.total(_flag(here)).item())
+    return not set(digests) <= {_UNKNOWN} and _in_any_lane(link, len(set(digests)) > 1)
 
 
-def _flag(holds: bool) -> Tensor:
-    return torch.tensor([float(holds)], dtype=torch.float64, device=HOST)
+def _in_any_lane(link: Link, holds: bool) -> bool:
+    return bool(link.total(torch.tensor([float(holds)], dtype=torch.float64, device=HOST)).item())
 
 
 def reunite(link: Link, fragment: FragmentState, measured: Measurements) -> None:
@@ -188,8 +185,7 @@ def check_same_end(
             logger.warning(note)
             record("note", step=step, message=note)
         own = digests(contents(model))
-    elsewhere = link.total(_flag(bool(wrong))).item()
-    if wrong or elsewhere:
+    if _in_any_lane(link, bool(wrong)):
         raise HandshakeError(
             (wrong or "another rank of this region says what differs between regions at the end of the run")
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
@@ -219,8 +215,8 @@ def _make_equal(
     apart += [name for name in differing if name.endswith(_EXTRA_STATE)]
     for names, values_of in ((shared, _mean_or_lowest), (weights, _lowest)):
         tensors = [local_shard(held[name]) for name in names]
-        is_here = bool(link.total(_flag(bool(tensors))).item()) if link.num_lanes > 1 else bool(tensors)
-        for tensor, values in zip(tensors, values_of(link, tensors) if is_here else (), strict=True):
+        is_needed = _in_any_lane(link, bool(tensors))
+        for tensor, values in zip(tensors, values_of(link, tensors) if is_needed else (), strict=True):
             tensor.copy_(values)
     done = {
         "buffers differed between regions at the end: floating-point ones are averaged, others are region "

@@ -20,7 +20,7 @@ from ..engine.synchronizer import Synchronizer
 from ..link.base import Link
 from ..link.ranks import SharedLink
 from ..link.records import Words
-from ..link.within import main_says, ranks_of_region
+from ..link.within import main_says
 from ..parts.tensors.memory import HOST
 from ..resolve import from_config, guard_of, settings
 from ..settings import OuterConfig
@@ -157,20 +157,6 @@ class Training:
     def lane(self) -> RegionSession | None:
         """The side of this rank, if it has a lane of its own or is the leader."""
         return lane_of(self.link)
-
-    def in_lanes(self, call: Callable[[RegionSession], object], what: str) -> None:
-        """Let each rank that has a lane of its own make a call; else the leader, for all. A collective call: if it fails in one
-        rank, it does in all.
-        """
-
-        def quietly(session: RegionSession) -> None:
-            call(session)
-
-        lane = self.lane
-        if self.link.num_lanes == 1 or lane is None:
-            self.say(quietly, what)
-        else:
-            ranks_of_region().together(lambda: quietly(lane), what)
 
     def say(
         self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = lambda plain: plain
