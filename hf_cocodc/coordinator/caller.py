@@ -270,6 +270,7 @@ class LoopThread(threading.Thread):
         super().__init__(name="hf_cocodc-coordinator", daemon=True)
         self.loop = asyncio.new_event_loop()
         self.calls: set[OpenCall] = set()
+        self._ends = threading.Lock()
         self.start()
 
     def run(self) -> None:
@@ -296,7 +297,9 @@ class LoopThread(threading.Thread):
             self.loop.call_soon_threadsafe(work, *args)
 
     def end(self) -> None:
-        self.soon(self.loop.stop)
+        """End the loop, and wait for that; any thread may call this, also again."""
+        if self._ends.acquire(blocking=False):  # a second stop would end what the loop does last
+            self.soon(self.loop.stop)
         self.join(FLUSH_S)  # it may wait for a name server
 
 

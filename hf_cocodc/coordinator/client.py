@@ -291,10 +291,11 @@ class Client:
         """Say `bye`, then end the connection and the thread, within about a second."""
         if bye is not None:
             self.send(bye)
-        if self._thread is not None and self._thread.is_alive():
-            parting = asyncio.run_coroutine_threadsafe(self._part(), self._thread.loop)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            parting = asyncio.run_coroutine_threadsafe(self._part(), thread.loop)
             concurrent.futures.wait((parting,), 2 * FLUSH_S)  # it may wait for a name server
-            self._thread.end()
+            thread.end()
         self.is_connected, self._call = False, None
 
     # -- in the thread
@@ -305,8 +306,9 @@ class Client:
     async def _part(self) -> None:
         if self._working is not None:
             await cancel(self._working)
-        if self._call is not None:
-            await self._call.finish()
+        call, self._call = self._call, None  # nothing is said any more
+        if call is not None:
+            await call.finish()
 
     async def _work(self) -> None:
         while not self._is_over:

@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import logging
 import socket
@@ -14,7 +15,7 @@ from hf_cocodc.coordinator import caller
 from hf_cocodc.coordinator import client as client_module
 from hf_cocodc.coordinator.caller import CoordinatorConnection, LoopThread, connect
 from hf_cocodc.coordinator.client import Client, status
-from hf_cocodc.coordinator.messages import Bye, Post, Posted, Refuse, Resumed, Waiting
+from hf_cocodc.coordinator.messages import Bye, Note, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError, MeetingRefused
 from hf_cocodc.net.addresses import free_port, own_address
@@ -329,3 +330,41 @@ def test_a_call_that_nobody_has_any_more_is_closed_with_its_loop() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         call.writer.get_extra_info("socket").getpeername()
     served.close()
+
+
+def test_a_loop_is_ended_once_also_by_two_threads() -> None:
+    """What it does last takes a moment; a second end must not cut that short."""
+    thread = LoopThread()
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            ended.set()
+
+    thread.soon(lambda: asyncio.ensure_future(work()))
+    thread.wait_for(asyncio.sleep(0.05))
+    ends = [threading.Thread(target=thread.end) for _ in range(2)]
+    for each in ends:
+        each.start()
+        time.sleep(0.1)
+    for each in ends:
+        each.join()
+    assert ended.is_set() and thread.loop.is_closed() and not thread.is_alive()
+
+
+def test_what_is_said_while_a_client_closes_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Other threads know of it a moment later."""
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    thread = a.client._thread
+    assert thread is not None
+    parting = asyncio.run_coroutine_threadsafe(a.client._part(), thread.loop)
+    for _ in range(50):
+        thread.soon(a.client._say, Note(text="late"))
+    parting.result(5.0)
+    part(a, b)
+    served.close()
+    assert "write_eof" not in caplog.text
