@@ -747,9 +747,8 @@ class _Work:
     def admit(self) -> None:
         """Announce who leaves, and newcomers that are connected to everyone, and ready."""
         state = self.state
-        if (
-            not state.trains or state.uncalled
-        ):  # who has not called may know other changes, from an earlier coordinator
+        # who has not called may know other changes, from an earlier coordinator
+        if not state.trains or state.uncalled:
             return
         if state.leavers:
             for member in sorted(state.leavers):
@@ -919,9 +918,8 @@ class _Work:
     def note_away(self) -> None:
         """Note since when members of the run are not connected, and since when none is."""
         here = self.state.callers.keys()
-        for newcomer in (
-            self.state.newcomers.keys() - here
-        ):  # it has not called since this coordinator was started
+        # these have not called since this coordinator was started
+        for newcomer in self.state.newcomers.keys() - here:
             if self.now - self.state.away.get(newcomer, self.now) >= CALL_S:
                 self.forget(newcomer)
         state = self.state

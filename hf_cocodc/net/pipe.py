@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from .keys import Ciphers
-from .large import Swallowed
+from .large import SIZES, Swallowed
 
 CLOSED = "the other end has closed the connection"
 _NONCE_BYTES = 32
-_PROBE_BYTES = 4096
-"""More than fits into the usual packet."""
 _PROBE_S = 20.0
 """A probe that has not come after so many seconds, while small packets do, does not come."""
 _RECORD = 256 << 10
@@ -44,7 +42,7 @@ class Pipe:
         nonce, theirs, probe = (
             secrets.token_bytes(_NONCE_BYTES),
             bytearray(_NONCE_BYTES),
-            bytearray(_PROBE_BYTES),
+            bytearray(SIZES[0]),
         )
         self.send(nonce)
         self.fill(memoryview(theirs))
@@ -53,7 +51,7 @@ class Pipe:
             self._sealed = memoryview(bytearray(_RECORD + self._ciphers[1].overhead))
         self.socket.settimeout(min(timeout_s, _PROBE_S))
         try:
-            self.send(bytes(_PROBE_BYTES))
+            self.send(bytes(SIZES[0]))
             self.fill(memoryview(probe))
         except TimeoutError as error:
             raise Swallowed from error

@@ -252,9 +252,8 @@ class Elastic:
             members = training.link.regroup(known)  # type: ignore[attr-defined]
             is_cut_off = training.say(lambda session: session.is_cut_off, "whether the coordinator answers")
             self._training.journal.write_earlier()
-            if (
-                training.link.region not in members or is_cut_off
-            ):  # it has left, or cannot tell that it leaves
+            # it has left, or cannot tell that it leaves
+            if training.link.region not in members or is_cut_off:
                 since = min(each.sent_at for each in training.engine.facts)
                 if since < step:
                     logger.warning(
