@@ -54,7 +54,7 @@ POINTS: dict[str, tuple[str, str, str, Callable[..., bool]]] = {
     "in finish": ("hf_cocodc.engine.traffic", "Traffic", "end", always),
     "in a save": ("hf_cocodc.engine.synchronizer", "Synchronizer", "state_dict", always),
     "while it gives its base": ("hf_cocodc.snapshot.donor", "Donation", "_send", always),
-    "before it connects to a newcomer": ("hf_cocodc.link.tcp", "TcpLink", "_meet", always),
+    "before it connects to a newcomer": ("hf_cocodc.link.tcp", "TcpLink", "_connect_soon", always),
 }
 """Module, class and method, and which of its calls count."""
 AFTER = {"in a transfer", "between its haves", "after a landing", "in a save"}

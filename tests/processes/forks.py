@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
@@ -91,7 +92,11 @@ def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str])
     os.environ.update(env)
     torch.set_num_threads(1)
     gc.freeze()  # see conftest
-    body(*args)
+    try:
+        body(*args)
+    except Exception:  # ends as a script does: multiprocessing does not ask the hook
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 def wait_until(holds: Callable[[], bool], process: Process, log: Path, poll_s: float = 0.005) -> None:

@@ -93,7 +93,7 @@ def test_a_region_joins_a_run_that_has_ended(tmp_path: Path) -> None:
     run.start(2, join=True)
     assert has_come_too_late(run, 2)
     assert time.monotonic() < begun + TIMEOUT_S
-    assert "run 'elastic' has ended at step 12 (finished)" in run.log(2).read_text()
+    assert "run 'elastic' has finished at step 12: there is nothing to join" in run.log(2).read_text()
 
 
 def test_a_region_is_started_again_after_the_end(tmp_path: Path) -> None:

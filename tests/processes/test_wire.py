@@ -35,7 +35,8 @@ class AtStore:
     """Two processes tell each other at a store of torch where they listen."""
 
     def __init__(self, store: TCPStore, key: str, ticket: int, other: int) -> None:
-        self._store, self._own, self._theirs = store, f"{key}/{ticket}", f"{key}/{other}"
+        self.key, self._store = key, store
+        self._own, self._theirs = f"{key}/{ticket}", f"{key}/{other}"
 
     def tell(self, own: Whereabouts) -> Whereabouts:
         self._store.set(self._own, json.dumps(own.to_plain()))
@@ -80,6 +81,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     store, letters = (TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2))
     found: dict[str, torch.Tensor] = {}
     wire = Wire(region, 2, timeout_s=60.0)
+    wire.why_lost = lambda region, broken_at, is_refused: "died" if is_refused else None
     tickets = [1, 2, 3, ticket] if ticket == 5 else [1, 2, 3, 4]
 
     def connect(other: int) -> None:
