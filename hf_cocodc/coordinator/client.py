@@ -13,7 +13,7 @@ from ..net.addresses import Unreachable
 from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.large import SIZES, SWALLOWED
-from ..net.letters import Member
+from ..net.members import Member
 from .caller import (
     CONNECT_S,
     FIRST_WAIT_S,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import LinkError, short, shown
-from ..net.letters import Member
+from ..net.members import Member
 from ..net.validation import MOST
 from ..settings.regions import MOST_REGIONS
 

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from ..errors import short
-from ..net.letters import Member
+from ..net.members import Member
 from .hello import first_difference, side_by_side
 from .messages import (
     NO_GENERATION,

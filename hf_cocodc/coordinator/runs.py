@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import short
-from ..net.letters import Member
+from ..net.members import Member
 from .messages import (
     AskStop,
     Back,

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ..errors import InputError, LinkError, short
 from ..net.channel import line_of, object_of
-from ..net.letters import Member
+from ..net.members import Member
 from ..settings.regions import MOST_REGIONS
 from .messages import (
     PROTOCOL,

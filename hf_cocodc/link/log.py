@@ -16,7 +16,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from ..errors import LinkError
-from ..net.letters import Member
+from ..net.members import Member
 from ..net.validation import Count
 from ..parts.codecs.base import CodecState
 from ..parts.tensors.memory import HOST

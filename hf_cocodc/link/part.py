@@ -16,7 +16,7 @@ from ..coordinator.messages import (
     Terms,
     Welcome,
 )
-from ..net.letters import Member
+from ..net.members import Member
 
 
 class Standing(Enum):

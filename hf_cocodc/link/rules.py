@@ -37,7 +37,7 @@ from ..coordinator.messages import (
     Waiting,
 )
 from ..errors import LeftBehind, LinkError, RegionLostError, RunFinished, RunOver
-from ..net.letters import Member
+from ..net.members import Member
 from .part import Call, Part, Standing
 
 _OVER: Mapping[str, type[LinkError]] = {each.__name__: each for each in (RunOver, RunFinished)}

@@ -38,7 +38,8 @@ from ..coordinator.messages import (
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..net.connection import Connection
-from ..net.letters import Introduction, Letters, Member
+from ..net.letters import Introduction, Letters
+from ..net.members import Member
 from ..net.view import View
 from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState

@@ -32,7 +32,7 @@ from ..coordinator.messages import (
     Text,
     Whole,
 )
-from ..net.letters import Member
+from ..net.members import Member
 
 LEADER = 0
 

@@ -5,37 +5,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .members import Member, Whereabouts
 from .port import TOKEN_BYTES
-from .validation import Count, whole
+from .validation import whole
 
 _MOST_LETTERS = 4096
 _MOST_ADDRESSES = 16
 _LONGEST_HOST = 255
-
-
-class Member(NamedTuple):
-    """A process of a region that takes part. No other process of this run has its `ticket`."""
-
-    region: Count
-    ticket: Count
-
-
-class Whereabouts(NamedTuple):
-    """Where a process listens, and the token that the other end must say first there.
-
-    `share` is this process's part of what the pair's keys come from. It is never said where anybody else might hear it.
-    """
-
-    addresses: tuple[tuple[str, int], ...]
-    token: bytes
-    share: bytes
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "at": [list(each) for each in self.addresses],
-            "token": self.token.hex(),
-            "share": self.share.hex(),
-        }
 
 
 def from_plain(plain: Mapping[str, Any]) -> Whereabouts:

@@ -19,7 +19,8 @@ from ..threads import NativeThread
 from .addresses import is_from, named
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
-from .letters import Introduction, Whereabouts
+from .letters import Introduction
+from .members import Whereabouts
 from .pipe import CiphersFor
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search

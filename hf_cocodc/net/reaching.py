@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import short
 from .addresses import named
 from .large import MEND, SIZES, SWALLOWED
-from .letters import Whereabouts
+from .members import Whereabouts
 from .port import dial
 from .relay import role_at_relay
 

@@ -18,7 +18,7 @@ from ..link.log import Marker
 from ..link.records import Ending, Words
 from ..link.spreading import gather
 from ..link.within import ranks_of_region, wait_for_ranks
-from ..net.letters import Member
+from ..net.members import Member
 from ..settings import RegionConfig
 from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import Offer, write_base

@@ -42,7 +42,7 @@ from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.addresses import Unreachable, own_address
 from ..net.keys import Keys
-from ..net.letters import Member
+from ..net.members import Member
 from ..net.pairs import STREAMS
 from ..net.wire import Wire
 from ..settings import RegionConfig

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import CheckpointError, DonorLost, LinkError, RunFinished, RunOver, short
 from ..link.log import Item, from_plain
 from ..net.connection import Connection
-from ..net.letters import Member
+from ..net.members import Member
 from ..net.validation import Count
 from ..status import tell
 from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered

@@ -26,7 +26,7 @@ from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.messages import NO_GENERATION, Alive, Back
 from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from hf_cocodc.parts.guard import WARM_UP
 from hf_cocodc.tools.bench.report import BenchReport, write
 from hf_cocodc.tools.doctor.facts import parts_of

@@ -40,7 +40,7 @@ from hf_cocodc.coordinator.rules import (
     step,
 )
 from hf_cocodc.coordinator.state import revived
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 
 def hello(region: int, elastic: bool = False, join: bool = False, count: int = 2) -> Hello:

@@ -22,7 +22,7 @@ from hf_cocodc.coordinator.runs import Runs
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.coordinator.state import StateFile, default_path
 from hf_cocodc.errors import InputError
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 from .regions import hello
 

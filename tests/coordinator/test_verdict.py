@@ -17,7 +17,7 @@ from hf_cocodc.coordinator.messages import Decided, Decision, Generation, Report
 from hf_cocodc.coordinator.verdict import settle
 from hf_cocodc.errors import LinkError
 from hf_cocodc.net.channel import line_of
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 
 def moments(num_regions: int) -> Iterator[tuple[list[bool], list[bool]]]:

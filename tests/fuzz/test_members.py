@@ -33,7 +33,7 @@ from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.link import rules as links
 from hf_cocodc.link.part import Call, Part, Standing
 from hf_cocodc.net.channel import line_of
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from hf_cocodc.net.validation import MOST
 from hf_cocodc.net.wire import _count_in
 from hf_cocodc.snapshot import receive

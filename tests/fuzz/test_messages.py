@@ -29,8 +29,8 @@ from hf_cocodc.link.records import ROW, Trailer, from_row, to_row
 from hf_cocodc.net.channel import object_of
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
-from hf_cocodc.net.letters import Member
 from hf_cocodc.net.letters import from_plain as whereabouts
+from hf_cocodc.net.members import Member
 from hf_cocodc.net.pairs import STREAMS
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot.checkpoint import Facts, put_together

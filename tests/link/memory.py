@@ -15,7 +15,8 @@ from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Introduction, Letters, Member
+from hf_cocodc.net.letters import Introduction, Letters
+from hf_cocodc.net.members import Member
 from hf_cocodc.net.wire import Wire
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from hf_cocodc.link import following as following_module
 from hf_cocodc.link.following import Following
 from hf_cocodc.link.log import Entry, Item, Log, Marker, Sinks, from_plain, rows_of, to_plain
 from hf_cocodc.link.records import Trailer
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from tests.link.memory import PATIENCE_S, wait_until
 
 ENTRY = Entry(

@@ -65,7 +65,7 @@ from hf_cocodc.link.rules import (
     step,
     why_lost,
 )
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 A, B, C, NEW = Member(0, 1), Member(1, 2), Member(2, 3), Member(3, 4)
 ALL = (A, B, C)

@@ -13,7 +13,7 @@ from hf_cocodc.coordinator.messages import Ask, Back, Beat, Bye, Note, Paired, R
 from hf_cocodc.link import speaking
 from hf_cocodc.link.speaking import LeaderClient, RankClient, lines_of
 from hf_cocodc.link.voice import LEADER, AllHold, Holds, RankEnded
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from tests.link.memory import wait_until
 from tests.link.ranks import on_ranks
 

@@ -20,7 +20,7 @@ from hf_cocodc.link.voice import (
     of_all_ranks,
     said,
 )
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 ME, OTHER, THIRD = Member(0, 1), Member(1, 2), Member(2, 3)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hf_cocodc.net import letters as letters_module
-from hf_cocodc.net.letters import Letters, Member, Whereabouts, from_plain
+from hf_cocodc.net.letters import Letters, from_plain
+from hf_cocodc.net.members import Member, Whereabouts
 
 TOKEN = bytes(range(32))
 WHERE = Whereabouts((("10.0.0.1", 4000), ("::1", 1)), TOKEN, TOKEN)

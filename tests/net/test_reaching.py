@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from hf_cocodc.net import reaching
-from hf_cocodc.net.letters import Whereabouts
+from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.port import TOKEN_BYTES, Port
 from hf_cocodc.net.reaching import Found, NotReached, Search
 from tests.link.memory import at_once

@@ -24,7 +24,8 @@ from hf_cocodc.link.rules import why_lost
 from hf_cocodc.net import recovery
 from hf_cocodc.net.connection import ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Introduction, Member, Whereabouts
+from hf_cocodc.net.letters import Introduction
+from hf_cocodc.net.members import Member, Whereabouts
 from hf_cocodc.net.port import dial
 from hf_cocodc.net.recovery import Recovery, stream_verdict
 from hf_cocodc.net.view import View

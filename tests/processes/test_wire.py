@@ -17,7 +17,8 @@ from torch.distributed import TCPStore
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link.exchange import Exchange
 from hf_cocodc.net.connection import Operation
-from hf_cocodc.net.letters import Whereabouts, from_plain
+from hf_cocodc.net.letters import from_plain
+from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import Wire
 from hf_cocodc.parts.codecs.base import Coder, Message, mean_of

@@ -16,7 +16,7 @@ from hf_cocodc.errors import CheckpointError, InputError, LeftBehind, LinkError,
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.link.log import Marker
 from hf_cocodc.link.within import main_says, ranks_of_region
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
 from hf_cocodc.run.resuming import in_all

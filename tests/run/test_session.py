@@ -14,7 +14,7 @@ from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.messages import Over, Posted
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError, RunOver
 from hf_cocodc.link.log import Marker
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from hf_cocodc.run import session as session_module
 from hf_cocodc.run.session import RegionContext, RegionSession
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from hf_cocodc.coordinator.messages import Decided
 from hf_cocodc.link import rules
 from hf_cocodc.link.part import Call, Part, Standing
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 if TYPE_CHECKING:
     from .process import Flight, Process

@@ -14,7 +14,7 @@ from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
 from hf_cocodc.coordinator.state import revived
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.part import Part, Standing, back, enter
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 from .checks import Violation
 from .coordinating import kept

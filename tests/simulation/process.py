@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_cocodc.coordinator.messages import Bye, Hello, Leave, Post, Ready
 from hf_cocodc.link import rules
 from hf_cocodc.link.part import Standing
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 from .network import Connection
 from .shell import LeftBehind, Lost, Result, Shell, Undecided

@@ -29,7 +29,7 @@ from hf_cocodc.link import rules
 from hf_cocodc.link.part import Call, Part, Standing, back, beat, enter
 from hf_cocodc.link.rules import Begin
 from hf_cocodc.link.voice import AllHold, Holds, ToCoordinator, ToRank, Voice, beat_of_all_ranks, heard, said
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 from .network import Actor, Connection
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hf_cocodc.coordinator.messages import Decision, Terms
 from hf_cocodc.coordinator.rules import Run
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 
 from .checks import Checks, Violation
 from .coordinating import COORDINATOR, Coordinator

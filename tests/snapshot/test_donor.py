@@ -23,7 +23,7 @@ from hf_cocodc.link.log import Entry, Marker, to_plain
 from hf_cocodc.link.records import ROW
 from hf_cocodc.net.connection import Connection
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Member
+from hf_cocodc.net.members import Member
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import donor, folders
 from hf_cocodc.snapshot import receive as receiving
