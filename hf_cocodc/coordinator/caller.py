@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import os
 import socket
 import ssl
@@ -27,7 +28,7 @@ from ..net.addresses import Unreachable, is_loopback, resolve
 from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
-from .messages import FromCommand, FromRegion, Refuse, from_line
+from .messages import Refuse, from_line
 
 _T = TypeVar("_T")
 CONNECT_S = 10.0
@@ -40,8 +41,6 @@ _LONGEST_ANSWER = 256 << 20
 _EACH_S = 3.0
 """Seconds for each address of a host that has several, but the last."""
 _LOOK_S = 0.2
-_LONGEST_TURN_S = 3.0
-"""If more time passes between two looks at the clock, this process stood still."""
 FLUSH_S = 1.0
 _ERRORS: dict[str, type[CocodcError]] = {
     each.__name__: each
@@ -64,31 +63,6 @@ class _TryAgain(Exception):
 def error_of(refusal: Refuse) -> CocodcError:
     """The error that a refusal names."""
     return _ERRORS.get(refusal.error, MeetingError)(refusal.why)
-
-
-class _Patience:
-    """Seconds left to wait, less those in which this process stood still. Ask at least every `LONGEST_WAIT_S`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._left_s, self._asked_at = seconds, time.monotonic()
-
-    @property
-    def left_s(self) -> float:
-        now = time.monotonic()
-        self._left_s -= min(now - self._asked_at, _LONGEST_TURN_S)
-        self._asked_at = now
-        return self._left_s
-
-    async def spend(self, work: Coroutine[Any, Any, _T], why: str) -> _T:
-        """The result of `work`. Raises _TryAgain with `why` if there is none in time."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
-                if self.left_s <= 0:
-                    raise _TryAgain(why)
-            return task.result()
-        finally:
-            await cancel(task)
 
 
 class OpenCall:
@@ -136,14 +110,14 @@ class OpenCall:
 
 async def connect(address: str, run: str, purpose: str, keys: Keys | None, timeout_s: float) -> OpenCall:
     """Call the coordinator; see CoordinatorConnection."""
-    patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
+    until, wait_s = time.monotonic() + timeout_s, FIRST_WAIT_S
     while True:
         try:
-            call = await _connect(address, keys, patience)
+            call = await _connect(address, keys, until)
             call.say({"run": run, "for": purpose})
             return call
         except (_TryAgain, Unreachable) as error:
-            if wait_s > patience.left_s:
+            if time.monotonic() + wait_s > until:
                 if isinstance(error, Unreachable):
                     raise
                 raise _nobody(address, str(error)) from error
@@ -151,8 +125,8 @@ async def connect(address: str, run: str, purpose: str, keys: Keys | None, timeo
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-async def _connect(address: str, keys: Keys | None, patience: _Patience) -> OpenCall:
-    """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
+async def _connect(address: str, keys: Keys | None, until: float) -> OpenCall:
+    """Connect once, and prove both ends, until that time. Raises _TryAgain if that may succeed later."""
     addresses = resolve(address, socket.SOCK_STREAM)
     why = "it has no address"
     for number, (family, kind, _, _, where) in enumerate(addresses, start=1):
@@ -164,10 +138,10 @@ async def _connect(address: str, keys: Keys | None, patience: _Patience) -> Open
         connection.setblocking(False)
         keep_from_forks(connection)
         reaching = asyncio.get_running_loop().sock_connect(connection, where)
+        # an address that drops packets must leave time for the next one
+        each_s = _EACH_S if number < len(addresses) else math.inf
         try:
-            # an address that drops packets must leave time for the next one
-            each_s = _EACH_S if number < len(addresses) else None
-            await patience.spend(asyncio.wait_for(reaching, each_s), "it does not answer")
+            await asyncio.wait_for(reaching, min(each_s, _left_s(until)))
         except asyncio.TimeoutError:
             why = "it does not answer"
         except OSError as error:
@@ -176,9 +150,10 @@ async def _connect(address: str, keys: Keys | None, patience: _Patience) -> Open
             connection.close()
             raise
         else:
-            return await patience.spend(
-                _prove(address, connection, keys), "what listens there does not answer as a coordinator does"
-            )
+            try:
+                return await asyncio.wait_for(_prove(address, connection, keys), _left_s(until))
+            except asyncio.TimeoutError as error:
+                raise _TryAgain("what listens there does not answer as a coordinator does") from error
         connection.close()
     raise _TryAgain(why)
 
@@ -246,6 +221,11 @@ def _nobody(address: str, why: str) -> NobodyAnswers:
     )
 
 
+def _left_s(until: float) -> float:
+    """Seconds until a time; a few in any case, in which what is begun then is cleared away."""
+    return max(until - time.monotonic(), 0.01)
+
+
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks, and let them end."""
     for task in tasks:
@@ -310,7 +290,6 @@ class CoordinatorConnection:
         purpose: "region", "command", "status" or "doctor".
         timeout_s: how long to keep trying while the coordinator does not answer.
         look: called several times a second meanwhile; what it raises goes to the caller.
-        thread: whose loop serves the connection, if not one of its own.
 
     Raises:
         Unreachable: the host name is unknown, or no way leads there.
@@ -325,21 +304,18 @@ class CoordinatorConnection:
         keys: Keys | None,
         timeout_s: float = CONNECT_S,
         look: Callable[[], None] = lambda: None,
-        thread: LoopThread | None = None,
     ) -> None:
         self.address = address
-        self._thread, self._is_own = thread or LoopThread(), thread is None
+        self._thread = LoopThread()
         try:
             self.call = self._thread.wait_for(connect(address, run, purpose, keys, timeout_s), look)
         except BaseException:
-            self._end()
+            self._thread.end()
             raise
 
-    def send(self, message: FromRegion | FromCommand) -> None:
-        """Send a message soon. Raises InputError if it is too long."""
-        self.send_plain(message)
+    def send(self, message: Any) -> None:
+        """Send a message, or another object, soon. Raises InputError if it is too long."""
 
-    def send_plain(self, message: Any) -> None:
         async def say() -> None:
             self.call.say(message)
 
@@ -359,13 +335,8 @@ class CoordinatorConnection:
     def close(self) -> None:
         """Close the connection once the coordinator has taken all, or after a second."""
         self._thread.wait_for(self.call.finish())
-        self._end()
+        self._thread.end()
 
     def drop(self) -> None:
         """Close the connection at once."""
-        self._thread.soon(self.call.drop)
-        self._end()
-
-    def _end(self) -> None:
-        if self._is_own:
-            self._thread.end()
+        self._thread.end()

@@ -72,7 +72,7 @@ def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> boo
         CoordinatorConnection(address, "", "echo", keys, timeout_s=timeout_s)
     ) as connection:
         for size in SIZES:
-            connection.send_plain({"large": "x" * size})
+            connection.send({"large": "x" * size})
             if connection.receive_line(timeout_s) is None:
                 return False
     return True
@@ -99,7 +99,7 @@ def _answer(
     with contextlib.closing(connection):
         try:
             if question is not None:
-                connection.send_plain(question)
+                connection.send(question)
             line = connection.receive_line(timeout_s)
         except ConnectionEnded as error:
             raise MeetingError(f"{error}.") from error
@@ -144,7 +144,7 @@ class Client:
         """Meet the other regions, or join the run that trains. If this fails, the client is closed.
 
         Args:
-            waiting: called with what the region waits for, whenever that changes.
+            waiting: called in the client's thread with what the region waits for, whenever that changes.
             look: called several times a second; what it raises goes to the caller.
 
         Raises:
@@ -153,48 +153,36 @@ class Client:
             MeetingError: there is no run to join; or the coordinator has not been reached for so long, or has failed.
             MeetingRefused: what answers is no coordinator of this run.
         """
-        until = time.monotonic() + wait_s
         self._thread = LoopThread()
         try:
-            while True:
-                left_s = max(until - time.monotonic(), 0.0)
-                connection: CoordinatorConnection | None = None
-                try:
-                    connection = CoordinatorConnection(
-                        self._address,
-                        self._run,
-                        "region",
-                        self._keys,
-                        min(left_s, CONNECT_S),
-                        look,
-                        self._thread,
-                    )
-                    connection.send(hello)
-                    self.welcome = self._await_welcome(connection, hello, wait_s, until, waiting, look)
-                    break
-                except (NobodyAnswers, Unreachable, ConnectionEnded) as error:  # what may pass is waited for
-                    if connection is not None:
-                        connection.drop()
-                    if time.monotonic() + LONGEST_WAIT_S > until:
-                        raise self._not_reached(hello, wait_s, error) from error
-                    waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
-                    self._pause(look)
-                except BaseException:
-                    if connection is not None:
-                        connection.drop()
-                    raise
+            self._call = self._thread.wait_for(self._meet(hello, wait_s, waiting), look)
         except BaseException:
             self.close()
             raise
-        self.me = self.welcome.me
-        self._call, self.is_connected = connection.call, True
+        self.me, self.is_connected = self.welcome.me, True
         return self.welcome
 
-    def _pause(self, look: Callable[[], None]) -> None:
-        until = time.monotonic() + FIRST_WAIT_S
-        while time.monotonic() < until:
-            look()
-            time.sleep(_LOOK_S / 2)
+    async def _meet(self, hello: Hello, wait_s: float, waiting: Callable[[Waiting], None]) -> OpenCall:
+        until = time.monotonic() + wait_s
+        while True:
+            call: OpenCall | None = None
+            try:
+                left_s = max(until - time.monotonic(), 0.0)
+                call = await connect(self._address, self._run, "region", self._keys, min(left_s, CONNECT_S))
+                call.say(hello)
+                self.welcome = await self._await_welcome(call, hello, wait_s, until, waiting)
+                return call
+            except BaseException as error:
+                if call is not None:
+                    call.drop()
+                if not isinstance(error, NobodyAnswers | Unreachable | ConnectionEnded):
+                    raise
+                if time.monotonic() + LONGEST_WAIT_S > until:
+                    raise self._not_reached(hello, wait_s, error) from error
+                waiting(
+                    Waiting(why=f"{str(error).rstrip('.')}. It tries again.")
+                )  # what may pass is waited for
+            await asyncio.sleep(FIRST_WAIT_S)
 
     def _not_reached(self, hello: Hello, wait_s: float, error: CocodcError) -> MeetingError:
         return MeetingError(
@@ -202,32 +190,28 @@ class Client:
             f"{str(error).rstrip('.')}. Nothing was trained."
         )
 
-    def _await_welcome(
+    async def _await_welcome(
         self,
-        connection: CoordinatorConnection,
+        call: OpenCall,
         hello: Hello,
         wait_s: float,
         until: float,
         waiting: Callable[[Waiting], None],
-        look: Callable[[], None],
     ) -> Welcome:
-        last = Waiting()
-        began = heard_at = time.monotonic()
-        while time.monotonic() < until:
-            look()
-            message = connection.receive(min(_LOOK_S, max(until - time.monotonic(), 0.0)))
-            if message is not None:
-                heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > 2 * SILENT_S:
-                raise ConnectionEnded(
-                    f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s: try hf-cocodc doctor"
-                )
-            if (
-                isinstance(message, Alive)
-                and not last.why
-                and not last.absent
-                and heard_at - began > SILENT_S
-            ):
+        last, num_silent = Waiting(), 0
+        began = time.monotonic()
+        while (left_s := until - time.monotonic()) > 0:
+            try:
+                message = from_line(await asyncio.wait_for(call.hear(), min(_LOOK_S, left_s)))
+            except asyncio.TimeoutError:
+                num_silent += 1  # not by the clock: this process may have stood still
+                if num_silent * _LOOK_S > 2 * SILENT_S:
+                    raise ConnectionEnded(
+                        f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s: try hf-cocodc doctor"
+                    ) from None
+                continue
+            num_silent = 0
+            if isinstance(message, Alive) and last == Waiting() and time.monotonic() - began > SILENT_S:
                 last = Waiting(
                     why=f"the coordinator at {self._address} hears this region, and does not answer what it has said of itself. "
                     f"Perhaps {SWALLOWED}. hf-cocodc doctor proves it"

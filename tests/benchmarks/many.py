@@ -8,6 +8,7 @@ python -m tests.benchmarks.many --regions 256 --rules  # the rules alone, withou
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import statistics
@@ -20,9 +21,9 @@ from dataclasses import dataclass
 import psutil
 
 from hf_cocodc.coordinator import rules
-from hf_cocodc.coordinator.caller import CoordinatorConnection, LoopThread
+from hf_cocodc.coordinator.caller import CONNECT_S, LoopThread, OpenCall, connect
 from hf_cocodc.coordinator.client import Client, status
-from hf_cocodc.coordinator.messages import Back, Beat, Hello, Terms, ToRegion, Welcome
+from hf_cocodc.coordinator.messages import Back, Beat, Hello, Terms, ToRegion, Welcome, from_line
 from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
 from hf_cocodc.net.addresses import free_port
 
@@ -182,11 +183,11 @@ def of_one_process(count: int, seconds: float) -> None:
         used, began = there.cpu_s, time.monotonic()
         thread = LoopThread()
         found = [
-            CoordinatorConnection(there.address, "run", "region", None, thread=thread) for _ in range(count)
+            thread.wait_for(connect(there.address, "run", "region", None, CONNECT_S)) for _ in range(count)
         ]
         for region, each in enumerate(found):
-            each.send(hello(region, count))
-        welcomes = [welcome_of(each) for each in found]
+            thread.soon(each.say, hello(region, count))
+        welcomes = [thread.wait_for(welcome_of(each)) for each in found]
         met_s = time.monotonic() - began
         say(
             f"{count} connections have met within {met_s:.1f} s; the coordinator has used {there.cpu_s - used:.2f} s"
@@ -198,7 +199,7 @@ def of_one_process(count: int, seconds: float) -> None:
             for number in range(int(seconds * count)):
                 time.sleep(max(began + number / count - time.monotonic(), 0.0))
                 each = found[number % count]
-                each.send(beat(welcomes[number % count], number // count))
+                thread.soon(each.say, beat(welcomes[number % count], number // count))
 
         measured(there, count, seconds, turn)
     finally:
@@ -206,11 +207,10 @@ def of_one_process(count: int, seconds: float) -> None:
         process.wait()
 
 
-def welcome_of(connection: CoordinatorConnection) -> Welcome:
+async def welcome_of(call: OpenCall) -> Welcome:
     while True:
-        message = connection.receive(120.0)
-        if message is None or isinstance(message, Welcome):
-            assert message is not None, "the regions have not met"
+        message = from_line(await asyncio.wait_for(call.hear(), 120.0))
+        if isinstance(message, Welcome):
             return message
 
 

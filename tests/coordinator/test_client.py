@@ -310,15 +310,32 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
     served.close()
 
 
-def test_a_process_that_stands_still_loses_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region that was frozen while it looked for the coordinator looks once more, before it says that nobody answers."""
-    now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(caller, "time", SimpleNamespace(monotonic=lambda: now.s))
-    patience = caller._Patience(10.0)
-    left = []
-    for now.s in (1.0, 100.0, 101.0, 200.0):
-        left.append(patience.left_s)
-    assert left == [9.0, 6.0, 5.0, 2.0]
+def test_a_region_that_stood_still_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came meanwhile is heard: whoever called again would not hear that the run has begun."""
+    jump = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump.s))
+    monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
+    served, heard = serve_in_thread(), []
+    client = Client(served.address, "run")
+
+    def waiting(news: Waiting) -> None:
+        heard.append(news)
+        if len(heard) == 1:
+            timer.start()
+
+    def others() -> None:
+        jump.s = 100.0
+        time.sleep(0.5)
+        found.extend(meet(served.address, hello(1)))
+
+    found: list[Region] = []
+    timer = threading.Timer(0.5, others)
+    client.meet(hello(0), 600.0, waiting=waiting)
+    assert heard == [Waiting(absent=(1,))]
+    timer.join()
+    client.close()
+    part(*found)
+    served.close()
 
 
 def test_a_call_that_nobody_has_any_more_is_closed_with_its_loop() -> None:

@@ -346,7 +346,7 @@ def flood(address: str, region: int) -> None:
     connection.send(hello(region))
     line = Beat(step=1) if region else {"kind": "Nonsense", "x": "y" * 100}
     while not ended(connection):
-        connection.send_plain(line)
+        connection.send(line)
         while connection.call.writer.transport.get_write_buffer_size():
             time.sleep(0.01)
 
@@ -386,11 +386,11 @@ def test_messages_that_are_none_are_ignored_and_many_end_the_connection() -> Non
     a, b = regions
     stray = CoordinatorConnection(served.address, "run", "region", None)
     for _ in range(50):
-        stray.send_plain({"kind": "Beat", "step": "many"})
+        stray.send({"kind": "Beat", "step": "many"})
     time.sleep(0.2)
     assert not ended(stray)
     for _ in range(100):
-        stray.send_plain({"kind": "Beat", "step": -5})
+        stray.send({"kind": "Beat", "step": -5})
     wait_until(lambda: ended(stray))
     stray.drop()
     assert a.client.is_connected and b.client.is_connected
