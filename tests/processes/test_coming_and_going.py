@@ -280,11 +280,11 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     ]
     whole = read_run("run", [tmp_path / f"region-{region}.jsonl" for region in range(3)])
     assert whole.trained[2] == [(0, trained)]
-    assert run.processes[2].exitcode == (0 if body is loop else 1), said[-4000:]
+    assert run.processes[2].exitcode == 0, said[-4000:]
     if body is loop:
         assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
     else:
-        assert "RunLeft: region 2 has left the run" in said
+        assert said.splitlines()[-1].startswith("region 2 has left the run")
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_a_region_leaves_where_all_evaluate(tmp_path: Path) -> None:
     run.processes[2].join(TIMEOUT_S)
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
-    assert "RunLeft: region 2 has left the run" in run.log(2).read_text()
+    assert run.log(2).read_text().splitlines()[-1].startswith("region 2 has left the run")
 
 
 @pytest.mark.slow
@@ -331,11 +331,13 @@ def test_regions_that_wait_for_more_stop_with_a_checkpoint_at_a_signal(policy: s
             run.send(region, number)
         run.processes[region].join(TIMEOUT_S)
         said = run.log(region).read_text()
-        assert run.processes[region].exitcode == 1
+        last = said.splitlines()[-1]
         if (region, policy) == (1, "continue"):
-            assert "RunLeft: region 1 has left the run" in said
+            assert run.processes[region].exitcode == 0
+            assert last.startswith("region 1 has left the run")
         else:
-            assert f"RunStopped: all regions stopped at step {held_at}" in said
+            assert run.processes[region].exitcode == 3
+            assert last.startswith(f"all regions stopped at step {held_at}")
             assert f"This region has saved checkpoint-{held_at}" in said
             assert (tmp_path / "out" / f"region-{region}" / f"checkpoint-{held_at}").is_dir()
 
@@ -518,11 +520,11 @@ def test_a_sharded_region_ends_with_any_of_its_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fixed_run_of_sharded_regions_ends_with_one_of_them(tmp_path: Path) -> None:
-    """Soon, in all ranks, and each names the region that was lost."""
+    """Soon, in all ranks. Whoever hears of it first names the region that was lost; the other one may name its rank."""
     run = Run(tmp_path, 2, loop, 60, 0.1, "streaming", None, ranks=2, is_sharded=True)
     run.wait_for_step(1, 9)
     run.kill(1)
     for process in run._ranks[0]:
         process.join(TIMEOUT_S)
         assert process.exitcode == 1
-    assert run.log(0).read_text().count("RegionLostError: region 1 closed its connection") >= 2
+    assert "RegionLostError: region 1 " in run.log(0).read_text()
