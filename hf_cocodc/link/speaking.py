@@ -5,7 +5,6 @@ passed on is in `voice`. A rank is connected to its leader by a socket, and hear
 """
 
 import contextlib
-import hmac
 import logging
 import os
 import queue
@@ -22,6 +21,7 @@ from ..coordinator.client import Client
 from ..coordinator.messages import AnyMessage, Back, Beat, Bye, ControlMessage, Real, Welcome, from_line
 from ..errors import LinkError
 from ..net.channel import line_of
+from ..net.port import TOKEN_BYTES, Port, dial
 from .group import RegionGroup
 from .voice import (
     LEADER,
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 _MEET_S = 60.0
 _BEAT_S = 1.0
 _END_S = 2.0
-_LONGEST_GREETING, _GREETING_S = 200, 2.0
 
 
 class _SinceHeard(ControlMessage, frozen=True):
@@ -62,8 +61,6 @@ class RankLine:
     """Messages between two ranks, a JSON object a line. Any thread may send; one receives."""
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._lines = connected, connected.makefile("rb")
         self._sending = threading.Lock()
 
@@ -93,57 +90,44 @@ def lines_of(group: RegionGroup) -> dict[int, RankLine]:
 
     Raises LinkError, in all ranks, if one of them cannot reach the leader.
     """
-    token, server = secrets.token_hex(32), None
+    own, port = None, None
+    came: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
     if group.rank == LEADER:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        server = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual, backlog=group.num_ranks)
-    own = None if server is None else [token, server.getsockname()[1], socket.gethostname()]
-    token, port, host = group.say(LEADER, own, "where the leader listens")
+        port, tokens = Port(""), [secrets.token_bytes(TOKEN_BYTES) for _ in range(group.num_ranks)]
+        for rank, token in enumerate(tokens):
+            port.expect(token, lambda connection, _, rank=rank: came.put((rank, connection)))  # type: ignore[misc]
+        own = [[token.hex() for token in tokens], port.number, socket.gethostname()]
+    told, number, host = group.say(LEADER, own, "where the leader listens")
 
     def meet() -> dict[int, RankLine]:
-        if server is not None:
-            return _accept(server, token, group.num_ranks)
-        return {LEADER: _call([os.environ.get("MASTER_ADDR", ""), host], port, token, group.rank)}
+        if group.rank == LEADER:
+            return _accept(came, group.num_ranks)
+        hosts, token = [os.environ.get("MASTER_ADDR", ""), host], bytes.fromhex(told[group.rank])
+        return {LEADER: _call(hosts, number, token, group.rank)}
 
-    with contextlib.nullcontext() if server is None else server:
+    with contextlib.nullcontext() if port is None else contextlib.closing(port):
         return group.together(meet, "the connections to the leader")
 
 
-def _accept(server: socket.socket, token: str, num_ranks: int) -> dict[int, RankLine]:
+def _accept(came: "queue.SimpleQueue[tuple[int, socket.socket]]", num_ranks: int) -> dict[int, RankLine]:
     lines: dict[int, RankLine] = {}
     until = time.monotonic() + _MEET_S
-    while len(lines) < num_ranks - 1:
-        server.settimeout(max(until - time.monotonic(), 0.01))
+    while missing := sorted({*range(1, num_ranks)} - lines.keys()):
         try:
-            caller, _ = server.accept()
-        except OSError as error:
-            if time.monotonic() < until:
-                continue
-            missing = sorted({*range(1, num_ranks)} - lines.keys())
+            rank, connection = came.get(timeout=max(until - time.monotonic(), 0.01))
+        except queue.Empty as error:
             raise LinkError(
                 f"rank {missing[0]} of this region has not reached its leader (rank 0)."
             ) from error
-        caller.settimeout(_GREETING_S)
-        greeting = b""
-        with contextlib.suppress(OSError):
-            while not greeting.endswith(b"\n") and len(greeting) < _LONGEST_GREETING:
-                greeting += caller.recv(1) or b"\n"
-        said_token, _, rank = greeting.decode(errors="replace").strip().partition(" ")
-        if hmac.compare_digest(said_token.encode(), token.encode()) and rank.isdecimal():
-            lines[int(rank)] = RankLine(caller)
-        else:
-            caller.close()
+        lines[rank] = RankLine(connection)
     return lines
 
 
-def _call(hosts: list[str], port: int, token: str, rank: int) -> RankLine:
+def _call(hosts: list[str], port: int, token: bytes, rank: int) -> RankLine:
     failure: OSError | None = None
     for host in filter(None, hosts):
         try:
-            connected = socket.create_connection((host, port), _MEET_S / 2)
-            connected.sendall(f"{token} {rank}\n".encode())
-            return RankLine(connected)
+            return RankLine(dial(host, port, token, 0, _MEET_S / 2))
         except OSError as error:
             failure = error
     raise LinkError(

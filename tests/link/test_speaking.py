@@ -14,6 +14,7 @@ from hf_cocodc.link import speaking
 from hf_cocodc.link.speaking import LeaderClient, RankClient, lines_of
 from hf_cocodc.link.voice import LEADER, AllHold, Holds, RankEnded
 from hf_cocodc.net.members import Member
+from hf_cocodc.net.port import TOKEN_BYTES, Port
 from tests.link.memory import wait_until
 from tests.link.ranks import on_ranks
 
@@ -127,17 +128,15 @@ def test_ranks_hear_of_the_end_of_their_leader(how: str, is_told: bool, region: 
 
 def test_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, and one that knows no token."""
-    monkeypatch.setattr(speaking, "_GREETING_S", 0.2)
-    real, ports = socket.create_server, []
+    ports = []
 
-    def create_server(*given: Any, **more: Any) -> socket.socket:
-        server = real(*given, **more)
-        ports.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
-        ports.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
-        ports[-1].sendall(b"0000 1\n")
-        return server
+    class Visited(Port):
+        def __init__(self, host: str) -> None:
+            super().__init__(host)
+            ports.extend(socket.create_connection(("127.0.0.1", self.number)) for _ in range(2))
+            ports[-1].sendall(b"\0" * TOKEN_BYTES + b"\1")
 
-    monkeypatch.setattr(socket, "create_server", create_server)
+    monkeypatch.setattr(speaking, "Port", Visited)
     lines = [line for each in on_ranks(2, lines_of) for line in each.result().values()]
     assert len(lines) == 2
     for line in lines:
