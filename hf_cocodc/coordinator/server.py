@@ -1,6 +1,7 @@
 """The coordinator: one asyncio loop and one port for any number of runs. What it decides is in `rules.py`."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -21,47 +22,59 @@ _BACKLOG = 1024
 
 
 class Served:
-    """A coordinator in a thread of this process. This machine reaches it at `address` (HOST:PORT)."""
+    """A coordinator in a thread of this process. This machine reaches it at `address` (HOST:PORT).
+
+    `say` takes the lines of its log; `fail` is called if it ends because its state file cannot be written.
+    """
 
     def __init__(
         self,
         listener: socket.socket,
         secrets: Sequence[Keys],
         state: StateFile | None,
-        relay: int | None = None,
+        relay: int | None,
+        say: Callable[[str], None],
+        fail: Callable[[InputError], None],
     ) -> None:
-        self._relay = relay
         self.address, self.port = address_of(listener)
+        self._listener, self._state, self._fail = listener, state, fail
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._work, args=(listener, secrets, state), name="hf_cocodc-coordinating", daemon=True
+        self._coordinator = Coordinator(
+            self._loop, listener, secrets, state, say, self._not_written, relay=relay
         )
+        self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinating", daemon=True)
         self._thread.start()
 
-    def _work(self, listener: socket.socket, secrets: Sequence[Keys], state: StateFile | None) -> None:
-        def fail(error: OSError) -> None:
-            logger.error("the coordinator ends: %s", _not_written(error))
-            self._loop.stop()
+    def _work(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._coordinator.close())
+        self._listener.close()
+        if self._state is not None:
+            self._state.close()
+        self._loop.close()
 
-        coordinator = Coordinator(
-            self._loop,
-            listener,
-            secrets,
-            state,
-            lambda line: logger.info("%s", line),
-            fail,
-            relay=self._relay,
+    def _not_written(self, error: OSError) -> None:
+        self._loop.stop()
+        self._fail(
+            InputError(
+                f"the file of --state cannot be written: {error.strerror or error}. Make room, and start the coordinator again: "
+                "the regions train on, and wait for it with every change."
+            )
         )
-        try:
-            self._loop.run_forever()
-        finally:
-            _end(self._loop, coordinator, listener, state)
+
+    def stop(self) -> None:
+        """Let it end soon."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
 
     def close(self) -> None:
         """End the coordinator. Its regions train on, as far as they can without one."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self.stop()
+        self.wait()
 
 
 def serve_in_thread(
@@ -78,7 +91,15 @@ def serve_in_thread(
     """
     listener = listen(host, port)
     try:
-        return Served(listener, secrets, None if state is None else StateFile(state), relay)
+        file = None if state is None else StateFile(state)
+        return Served(
+            listener,
+            secrets,
+            file,
+            relay,
+            lambda line: logger.info("%s", line),
+            lambda error: logger.error("the coordinator ends: %s", error),
+        )
     except BaseException:
         listener.close()
         raise
@@ -98,32 +119,24 @@ def serve(
     none at port 0.
     """
     listener = listen(host, port)
-    file = coordinator = None
-    loop = asyncio.new_event_loop()
-    failures: list[OSError] = []
-
-    def fail(error: OSError) -> None:
-        failures.append(error)
-        loop.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, loop.stop)
+    failures: list[InputError] = []
     try:
         if state is None and port:  # nobody would find the next coordinator at another port
             state = default_path(port)
         file = None if state is None else StateFile(state)
-        beside = "" if relay is None else f", relay on port {relay}"
-        say(
-            f"coordinator listening on {named(host, listener.getsockname()[1])}{beside}; press Ctrl-C to end it"
-        )
-        for line in [] if file is None else file.news:
-            say(line)
-        coordinator = Coordinator(loop, listener, secrets, file, say, fail, relay=relay)
-        loop.run_forever()
-    finally:
-        _end(loop, coordinator, listener, file)
+        served = Served(listener, secrets, file, relay, say, failures.append)
+    except BaseException:
+        listener.close()
+        raise
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: served.stop())
+    beside = "" if relay is None else f", relay on port {relay}"
+    say(f"coordinator listening on {named(host, served.port)}{beside}; press Ctrl-C to end it")
+    for line in [] if file is None else file.news:
+        say(line)
+    served.wait()
     if failures:
-        raise InputError(_not_written(failures[0])) from failures[0]
+        raise failures[0]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -144,24 +157,3 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
     return named(host, port), port
-
-
-def _end(
-    loop: asyncio.AbstractEventLoop,
-    coordinator: Coordinator | None,
-    listener: socket.socket,
-    state: StateFile | None,
-) -> None:
-    if coordinator is not None:
-        loop.run_until_complete(coordinator.close())
-    listener.close()
-    if state is not None:
-        state.close()
-    loop.close()
-
-
-def _not_written(error: OSError) -> str:
-    return (
-        f"the file of --state cannot be written: {error.strerror or error}. Make room, and start the coordinator again: the "
-        "regions train on, and wait for it with every change."
-    )
