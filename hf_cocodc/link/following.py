@@ -1,9 +1,10 @@
 """How a newcomer gets the results of calls in which it has no part: from the log of a member."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,31 +21,6 @@ _MOST_BYTES = 1 << 30
 """Bytes of entries that may wait here for their calls. Later ones wait at the donor, which has a limit."""
 
 
-class AwaitedCall:
-    """A call that waits for its entry."""
-
-    def __init__(self, explain: Callable[[BaseException], BaseException]) -> None:
-        self._explain = explain
-        self._ended = threading.Event()
-        self._entry: Entry | None = None
-        self._error: BaseException | None = None
-
-    def answer(self, entry: Entry) -> None:
-        self._entry = entry
-        self._ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._ended.set()
-
-    def wait(self) -> Entry:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._explain(self._error)
-        assert self._entry is not None
-        return self._entry
-
-
 class Following:
     """Reads a log, and answers calls by it. Calls and entries of one name meet in their order.
 
@@ -59,7 +35,7 @@ class Following:
     def __init__(self, source: Iterable[Item], explain: Callable[[BaseException], BaseException]) -> None:
         self._source, self._explain = source, explain
         self._entries: dict[tuple[str, str], deque[Entry]] = {}
-        self._asked: dict[tuple[str, str], deque[AwaitedCall]] = {}
+        self._asked: dict[tuple[str, str], deque[Future[Entry]]] = {}
         self._markers: deque[Marker] = deque()
         self._skips = self._num_bytes = 0
         self._error: BaseException | None = None
@@ -67,30 +43,33 @@ class Following:
         self._thread = NativeThread(self._read, "hf_cocodc-follow")
         self._thread.start()
 
-    def ask(self, kind: str, what: str) -> AwaitedCall:
-        """Ask for the next entry of this kind and name; returns at once."""
-        asked = AwaitedCall(self._explain)
+    def ask(self, kind: str, what: str) -> Callable[[], Entry]:
+        """Ask for the next entry of this kind and name. What this returns at once waits for it."""
+        asked: Future[Entry] = Future()
         with self._changed:
             if (kind, what) in self._entries:
-                asked.answer(self._next(kind, what))
+                asked.set_result(self._next(kind, what))
             elif self._error is not None:
-                asked.fail(self._error)
+                asked.set_exception(self._error)
             else:
                 self._asked.setdefault((kind, what), deque()).append(asked)
             self._changed.notify_all()
-        return asked
+        return partial(self._wait_for, asked)
+
+    def _wait_for(self, asked: Future[Entry]) -> Entry:
+        failure = asked.exception()
+        if failure is not None:
+            raise self._explain(failure)
+        return asked.result()
 
     def next_marker(self, timeout_s: float | None = None) -> Marker | None:
         """The next marker; None if there is none within `timeout_s`. Raises LinkError once the log has ended."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self._markers:
+            self._changed.wait_for(lambda: self._markers or self._error is not None, timeout_s)
+            if not self._markers:
                 if self._error is not None:
                     raise self._error
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
+                return None
             self._changed.notify_all()
             return self._markers.popleft()
 
@@ -109,7 +88,7 @@ class Following:
             if self._error is None:
                 self._error = error
             for asked in (each for waiting in self._asked.values() for each in waiting):
-                asked.fail(self._error)
+                asked.set_exception(self._error)
             self._asked.clear()
             self._changed.notify_all()
 
@@ -134,7 +113,7 @@ class Following:
         key = item.kind, item.what
         asked = self._asked.get(key)
         if asked:
-            asked.popleft().answer(item)
+            asked.popleft().set_result(item)
             if not asked:
                 del self._asked[key]
         elif item.op > self._skips:
@@ -158,14 +137,13 @@ class Following:
 class FollowedMean:
     """The handle of a mean whose result comes from the log."""
 
-    def __init__(self, asked: AwaitedCall, request: MeanRequest) -> None:
-        self._asked = asked
-        self._request = request
+    def __init__(self, asked: Callable[[], Entry], request: MeanRequest) -> None:
+        self._asked, self._request = asked, request
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
         if self._arrival is None:
-            self._arrival = self._of(self._asked.wait())
+            self._arrival = self._of(self._asked())
         return self._arrival
 
     def _of(self, entry: Entry) -> Arrival:

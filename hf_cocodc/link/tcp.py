@@ -241,7 +241,7 @@ class TcpLink:
             return
         log = self._log_to_ask()
         if log is not None:
-            entry = log.ask("broadcast", what).wait()
+            entry = log.ask("broadcast", what)()
             copy_bytes(entry, flat)
             self.parties = entry.members
             return
@@ -266,7 +266,7 @@ class TcpLink:
             return (record,)
         log = self._log_to_ask()
         if log is not None:
-            entry = log.ask("gather", what).wait()
+            entry = log.ask("gather", what)()
             self.parties = entry.members
             return records_in(entry, type(record))
 

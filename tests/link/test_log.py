@@ -140,15 +140,15 @@ def test_calls_and_entries_meet_by_their_names() -> None:
     asked = following.ask("mean", ENTRY.what)
     for item in (ENTRY, replace(ENTRY, op=8), replace(ENTRY, op=9, what="other"), MARKER):
         log(item)
-    assert asked.wait() is ENTRY
+    assert asked() is ENTRY
     assert following.next_marker(20.0) == MARKER
-    assert following.ask("mean", ENTRY.what).wait().op == 8
+    assert following.ask("mean", ENTRY.what)().op == 8
     following.skip(9)
     unanswered = following.ask("mean", "other")
     assert following.next_marker(0.01) is None
     log.close()
     with pytest.raises(LinkError, match="has ended"):
-        unanswered.wait()
+        unanswered()
     with pytest.raises(LinkError, match="has ended"):
         following.next_marker(20.0)
 
@@ -163,9 +163,9 @@ def test_entries_that_wait_take_no_more_memory_than_a_bound(monkeypatch: pytest.
     wait_until(lambda: following._num_bytes == 3 * ENTRY.num_bytes and not log._items)
     assert [log(ENTRY) for _ in range(5)] == [True] * 4 + [False], "nobody reads the log"
     assert following.next_marker(20.0) == MARKER
-    assert [following.ask("mean", ENTRY.what).wait().op for _ in range(4)] == [8, 9, 10, 11]
+    assert [following.ask("mean", ENTRY.what)().op for _ in range(4)] == [8, 9, 10, 11]
     with pytest.raises(LinkError, match="has ended"):
-        following.ask("mean", ENTRY.what).wait()
+        following.ask("mean", ENTRY.what)()
     assert not following._entries and not following._asked and not following._num_bytes
 
 
@@ -188,7 +188,7 @@ def test_no_marker_and_no_call_waits_behind_the_bound(ahead: bool, monkeypatch: 
         assert marker is not None and marker.step == step
         for each in (f"{fragment} of {step}" for fragment in range(3)):
             call = asked.pop(each, None) or following.ask("mean", each)
-            assert call._ended.wait(20.0), "it waits for what is not read"
+            assert call.args[0].result(20.0).what == each  # it waits for nothing that is not read
     following.fail(LinkError("the test is over"))
 
 
