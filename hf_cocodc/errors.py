@@ -119,6 +119,16 @@ class RunLeft(RunStopped):
     exit_code = 0
 
 
+def error_named(kind: str, message: str, default: type[CocodcError]) -> CocodcError:
+    """An error whose class has this name, if that is ours and takes a message alone; else one of the default class."""
+    todo: list[type[CocodcError]] = [CocodcError]
+    for each in todo:
+        todo += each.__subclasses__()
+        if each.__name__ == kind and "__init__" not in vars(each):
+            return each(message)
+    return default(message)
+
+
 def spare_traceback() -> None:
     """Let the interpreter end with the message and the exit code of a RunStopped or RunFinished that nobody catches. Only a run
     that has ended calls this: it changes `sys.excepthook`.

@@ -12,18 +12,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..errors import (
-    CocodcError,
-    HandshakeError,
-    InputError,
-    LeftBehind,
-    LinkError,
-    MeetingError,
-    MeetingRefused,
-    RunFinished,
-    RunOver,
-    short,
-)
+from ..errors import CocodcError, InputError, LinkError, MeetingError, MeetingRefused, error_named, short
 from ..net.addresses import Unreachable, is_loopback, resolve
 from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
@@ -42,10 +31,6 @@ _EACH_S = 3.0
 """Seconds for each address of a host that has several, but the last."""
 _LOOK_S = 0.2
 FLUSH_S = 1.0
-_ERRORS: dict[str, type[CocodcError]] = {
-    each.__name__: each
-    for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver, RunFinished)
-}
 
 
 class ConnectionEnded(LinkError):
@@ -62,7 +47,7 @@ class _TryAgain(Exception):
 
 def error_of(refusal: Refuse) -> CocodcError:
     """The error that a refusal names."""
-    return _ERRORS.get(refusal.error, MeetingError)(refusal.why)
+    return error_named(refusal.error, refusal.why, MeetingError)
 
 
 class OpenCall:

@@ -304,7 +304,7 @@ class Resumed(ControlMessage, frozen=True, kw_only=True):
 
 
 class Refuse(ControlMessage, frozen=True, kw_only=True):
-    """The coordinator refuses a process, which raises `error`: one of those that `caller.error_of` knows."""
+    """The coordinator refuses a process, which raises `error`: a class of `errors`."""
 
     error: Text
     why: Text

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CocodcError, LinkError, short
+from ..errors import CocodcError, LinkError, error_named, short
 from ..parts.tensors.memory import HOST
 
 T = TypeVar("T")
@@ -190,13 +190,5 @@ def failure_of(error: BaseException) -> dict[str, str]:
 
 
 def error_of(failure: dict[str, str]) -> CocodcError:
-    """The failure of the leader, in another rank: of its kind if that is ours and takes a message, else a LinkError."""
-    kinds = {kind.__name__: kind for kind in _kinds(CocodcError) if "__init__" not in vars(kind)}
-    return kinds.get(failure["kind"], LinkError)(failure["message"])
-
-
-def _kinds(kind: type[CocodcError]) -> Iterator[type[CocodcError]]:
-    """A kind of error, and all that are of it."""
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds(each)
+    """The failure of another rank, here: of its kind if that is ours and takes a message, else a LinkError."""
+    return error_named(failure["kind"], failure["message"], LinkError)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from .base import Link
-from .group import RegionGroup, error_of, failure_of
+from .group import RegionGroup
 
 Value = TypeVar("Value")
 
@@ -54,33 +55,22 @@ def main_says(
     again from what JSON makes of it. Raises what `find` has raised, in the main process; in the other ranks an error of the
     same kind, or LinkError.
     """
+    outcome: Future[Value] = Future()
 
-    value: Any = None
-    failed: Exception | None = None
-    is_alone = accelerator.num_processes == 1
+    def attempt(_: Link) -> None:
+        if accelerator.is_main_process:  # every pipeline stage leads itself
+            try:
+                outcome.set_result(find())
+            except Exception as error:
+                outcome.set_exception(error)
 
-    def attempt(_: Link) -> str | None:
-        nonlocal value, failed
-        if not accelerator.is_main_process:  # every pipeline stage leads itself
-            return None
-        try:
-            value = find()
-            return None if is_alone else json.dumps({"value": value}, default=_plain)
-        except Exception as error:
-            failed = error
-            return json.dumps({"failure": failure_of(error)})
-
-    answer = link.lead(attempt, what)
-    if not is_alone:
-        answer = ranks_of_region().say(0, answer, what)
-    if failed is not None:
-        raise failed
-    if accelerator.is_main_process:
-        return value
-    parsed = json.loads(answer or "")
-    if "failure" in parsed:
-        raise error_of(parsed["failure"])
-    return read(parsed["value"])
+    link.lead(attempt, what)
+    if accelerator.num_processes > 1:
+        group = ranks_of_region()
+        group.lead(outcome.result, what, lambda value: json.loads(json.dumps(value, default=_plain)))
+        if not accelerator.is_main_process:
+            return read(group.heard)
+    return outcome.result()
 
 
 def _plain(value: Any) -> Any:
