@@ -266,25 +266,6 @@ def _behind(seat: Seat, seats: Mapping[Member, Seat], now: float) -> int:
     return max((step - seat.beat.step for step in ahead), default=0)
 
 
-class Clock:
-    """Seconds of a clock that stands still while this process does. `has_jumped`: it did since somebody set this to False;
-    `stood_s`: for how long, until somebody sets this to 0.
-    """
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._lost_s = self.stood_s = 0.0
-        self.has_jumped = False
-
-    def __call__(self) -> float:
-        now = time.monotonic()
-        if now - self._last > _FROZEN_S:
-            self._lost_s += now - self._last
-            self.has_jumped, self.stood_s = True, now - self._last
-        self._last = now
-        return now - self._lost_s
-
-
 @dataclass(eq=False)
 class Hosted:
     """A run at this coordinator.
@@ -364,11 +345,11 @@ class Runs:
     ) -> None:
         self._send, self._say, self._fail, self._file, self._close = send, say, fail, file, close
         self._later = later or _at_once
-        self.clock = Clock()
+        self._looked_at, self._stood_s, self._has_jumped = time.monotonic(), 0.0, False
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._boards: dict[tuple[str, str], dict[int, Any]] = {}
         self._has_failed = False
-        now = self.clock()
+        now = self._now()
         for key, state in [] if file is None else file.runs:
             self._hosted[key, state.name] = Hosted(key, restarted(state, now), idle_since=now)
 
@@ -388,25 +369,28 @@ class Runs:
         """A connection of a run has ended. `cut`: see `Ended`."""
         hosted.connections.discard(who)
         self._step(hosted, Ended(who, cut))
-        hosted.idle_since = self.clock()
+        hosted.idle_since = self._now()
         if hosted.is_nothing:
             self._forget(hosted)
 
     def _now(self) -> float:
-        """The time of the clock. If this process stood still for long, its runs begin as after a start."""
-        now = self.clock()
-        if self.clock.stood_s > _STOOD_S:
-            self.clock.stood_s = 0.0
+        """Seconds of a clock that stands still while this process does. If it did for long, its runs begin as after a start."""
+        now = time.monotonic()
+        stood_s, self._looked_at = now - self._looked_at, now
+        if stood_s > _FROZEN_S:
+            self._stood_s += stood_s
+            self._has_jumped = True
+        if stood_s > _STOOD_S:
             for hosted in self._hosted.values():
                 if hosted.state.trains:
                     self._step(hosted, StoodStill())
-        return now
+        return now - self._stood_s
 
     def tick(self) -> None:
         """Time has passed. Call this several times a second."""
         self._now()
-        if self.clock.has_jumped:  # what has arrived meanwhile is read first
-            self.clock.has_jumped = False
+        if self._has_jumped:  # what has arrived meanwhile is read first
+            self._has_jumped = False
             return
         for hosted in list(self._hosted.values()):
             if hosted.connections or hosted.state.trains:
@@ -414,7 +398,7 @@ class Runs:
 
     def expire(self) -> None:
         """Forget runs that nobody has asked for in a long time. Call this about once a minute."""
-        now = self.clock()
+        now = self._now()
         idle = [each for each in self._hosted.values() if not each.connections]
         idle.sort(key=lambda each: each.idle_since, reverse=True)
         for place, hosted in enumerate(idle):
@@ -423,7 +407,7 @@ class Runs:
 
     def overview(self, key: str, name: str) -> list[dict[str, Any]]:
         """The runs with this secret, or the one with this name (see `overview`)."""
-        now = self.clock()
+        now = self._now()
         return [
             overview(each.state, now, each.gone, each.ways, each.lost)
             for each in self._hosted.values()
@@ -464,7 +448,7 @@ class Runs:
                 case CloseConnection(to):
                     hosted.do(partial(self._close, to))
         if (after.run, after.members) != (before.run, before.members):
-            self._note_lost(hosted, before)
+            self._note_lost(hosted, before, now)
         try:
             for line in lines(before, event, after, effects):
                 hosted.do(partial(self._say, line))
@@ -489,8 +473,8 @@ class Runs:
         hosted.held.append([])
         self._later(lambda: file.write(hosted.key, state), written)
 
-    def _note_lost(self, hosted: Hosted, before: Run) -> None:
-        state, now = hosted.state, self.clock()
+    def _note_lost(self, hosted: Hosted, before: Run, now: float) -> None:
+        state = hosted.state
         steps = {each.member: each.beat.step for each in (*hosted.gone.values(), *before.seats.values())}
         whys = {
             member: why
