@@ -64,6 +64,8 @@ _CALLS = 1 << 40
 _POLL_S = 0.1
 _AGAIN_S = 1.0
 """How long a connection waits that has not come about."""
+_SAY_S = 30.0
+"""A region that waits for another one says so after this time, or after the time-out if that is shorter, and again each time."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -742,9 +744,9 @@ class TcpLink:
         # in the middle of a transfer nobody is late: then it counts since when nothing has moved
         waited_s = now - (waits.moved_at if since is None else since)
         self._feed(rules.Waited(region, waited_s, now - self._frozen_at))
-        if since is None or region is None or self._hand is None:
+        if region is None or self._hand is None:
             return
-        if now - max(since, self._warned_at) > self._timeout_s:
+        if min(waited_s, now - self._warned_at) > min(_SAY_S, self._timeout_s):
             self._warned_at = now
             away = " The coordinator does not answer either: it must decide who is lost."
             logger.warning(

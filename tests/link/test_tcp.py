@@ -19,7 +19,7 @@ from torch.__config__ import parallel_info
 from hf_cocodc.coordinator.messages import Ask, Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.link import rules
+from hf_cocodc.link import rules, tcp
 from hf_cocodc.link.base import MeanRequest
 from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
 from hf_cocodc.link.tcp import TcpLink, use_one_thread
@@ -137,6 +137,23 @@ def test_a_fixed_run_needs_no_coordinator_that_refuses_it(caplog: pytest.LogCapt
     found = Regions(2, elastic=False).run(body)
     assert all(isinstance(each, Trained) for each in found.values()), found
     assert "trains on without the coordinator" in caplog.text
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_region_that_waits_says_for_whom(
+    elastic: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its time-out, and again later: training stands still meanwhile."""
+    monkeypatch.setattr(tcp, "_SAY_S", 0.2)
+    said = re.compile(r"region 0 has waited \d s for region 1 \(anything\)\.")
+
+    def body(region: int, link: TcpLink) -> None:
+        if region == 1:
+            wait_until(lambda: len(said.findall(caplog.text)) > 1)
+        link.gather(NOTHING_TO_SAY, "anything")
+
+    found = Regions(2, elastic=elastic).run(body)
+    assert found == {0: None, 1: None}
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
