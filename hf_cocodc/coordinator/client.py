@@ -112,7 +112,7 @@ def _answer(
 class Client:
     """A region's one connection to the coordinator, remade whenever it ends. `meet` sets `me` and `welcome`.
 
-    `period_s`: seconds between two heartbeats. `heard_at`: when the coordinator last said something, by the monotonic clock.
+    `period_s`: seconds between two heartbeats.
     """
 
     me: Member
@@ -125,7 +125,7 @@ class Client:
         self._is_over = False
         self._thread: LoopThread | None = None
         self._working: asyncio.Task[None] | None = None
-        self.is_connected, self.heard_at = False, time.monotonic()
+        self.is_connected, self._heard_at = False, time.monotonic()
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
 
@@ -303,11 +303,11 @@ class Client:
 
     async def _serve(self, call: OpenCall) -> None:
         """Hear and speak until the connection ends."""
-        self.heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
         hearing = asyncio.ensure_future(self._hear_all(call))
         try:
             # what came before is heard before anything is judged by the clock: this process may have stood still
-            while not hearing.done() and time.monotonic() < self.heard_at + SILENT_S:
+            while not hearing.done() and time.monotonic() < self._heard_at + SILENT_S:
                 self._say_beat()
                 await asyncio.wait({hearing}, timeout=self._period_s)
         finally:
@@ -338,7 +338,7 @@ class Client:
             except LinkError as error:
                 logger.warning("the coordinator at %s: %s", self._address, error)
                 continue
-            self.heard_at = time.monotonic()
+            self._heard_at = time.monotonic()
             if isinstance(message, Alive):
                 continue
             self._is_over = self._is_over or isinstance(message, Refuse)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ..coordinator.client import Client
-from ..coordinator.messages import AnyMessage, Back, Beat, Bye, ControlMessage, Real, Welcome, from_line
+from ..coordinator.messages import AnyMessage, Back, Beat, Bye, ControlMessage, Welcome, from_line
 from ..errors import LinkError
 from ..net.channel import line_of
 from ..net.port import TOKEN_BYTES, Port, dial
@@ -44,17 +44,11 @@ _BEAT_S = 1.0
 _END_S = 2.0
 
 
-class _SinceHeard(ControlMessage, frozen=True):
-    """The coordinator has said something so many seconds ago."""
-
-    seconds: Real
-
-
 class _Away(ControlMessage, frozen=True):
     """The connection to the coordinator has gone."""
 
 
-_decoder = msgspec.json.Decoder(AnyMessage | Holds | AllHold | RankEnded | _SinceHeard | _Away)
+_decoder = msgspec.json.Decoder(AnyMessage | Holds | AllHold | RankEnded | _Away)
 
 
 class RankLine:
@@ -155,10 +149,6 @@ class LeaderClient:
         self._said: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    @property
-    def heard_at(self) -> float:
-        return self._client.heard_at
-
     def start(
         self,
         on: Callable[[Any], None],
@@ -258,9 +248,7 @@ class LeaderClient:
                 line.send(message)
 
     def _beat_of_all(self) -> Beat:
-        own = self._beat()
-        self._tell_all(_SinceHeard(time.monotonic() - self.heard_at))
-        return beat_of_all_ranks({**self._beats, LEADER: own})
+        return beat_of_all_ranks({**self._beats, LEADER: self._beat()})
 
 
 class RankClient:
@@ -274,7 +262,6 @@ class RankClient:
     def __init__(self, welcome: Welcome, host: str, line: RankLine) -> None:
         self.welcome, self.me, self.host = welcome, welcome.me, host
         self._line = line
-        self.heard_at = time.monotonic()
         self._closes = threading.Event()
 
     def start(
@@ -313,8 +300,6 @@ class RankClient:
 
     def _take(self, message: Any) -> None:
         match message:
-            case _SinceHeard(seconds=seconds):
-                self.heard_at = time.monotonic() - seconds
             case _Away():
                 self._away()
             case Bye(how=how):

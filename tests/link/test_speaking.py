@@ -27,7 +27,7 @@ class Coordinated:
     """A client whose coordinator is the test."""
 
     def __init__(self) -> None:
-        self.welcome, self.me, self.host, self.heard_at = WELCOME, ME, "h", time.monotonic()
+        self.welcome, self.me, self.host = WELCOME, ME, "h"
         self.sent: list[Any] = []
         self.bye: Bye | None = None
 
