@@ -12,7 +12,7 @@ are seconds of a clock that stands still while the coordinator does.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -295,23 +295,9 @@ def _expected(
     return tuple(sorted(each for each in {*members, *coming} if each.ticket not in lost))
 
 
-DURABLE = (
-    *(
-        "name",
-        "run",
-        "generations",
-        "earlier",
-        "terms",
-        "members",
-        "hosts",
-        "tokens",
-        "losses",
-        "lost",
-        "decisions",
-    ),
-    *("changes", "applied", "announced", "tickets", "ended"),
-)
-"""The fields of a run that must survive the coordinator's death before anybody hears of them. `compared` comes with them."""
+_FIELDS = [each.name for each in fields(Run)]
+DURABLE = tuple(_FIELDS[: _FIELDS.index("ended") + 1])
+"""The fields of a run that must survive the coordinator's death before anybody hears of them."""
 
 
 def durable(state: Run) -> tuple[Any, ...]:
@@ -319,16 +305,23 @@ def durable(state: Run) -> tuple[Any, ...]:
     return tuple(getattr(state, name) for name in DURABLE)
 
 
+def kept(state: Run) -> Run:
+    """What is left of a run once its coordinator has died."""
+    return Run(**{name: getattr(state, name) for name in DURABLE})
+
+
 def restarted(state: Run, now: float) -> Run:
     """What a coordinator knows that has read the durable state at this time. No process has called yet."""
-    kept = {name: getattr(state, name) for name in (*DURABLE, "compared")}
     newcomers = {
         each: Newcomer(announced=each in state.expected) for each in state.hosts if each not in state.members
     }
-    away = dict.fromkeys((*state.expected, *newcomers), now)
-    uncalled = frozenset(state.expected)
-    return Run(
-        **kept, electors=state.members, uncalled=uncalled, newcomers=newcomers, alone_since=now, away=away
+    return replace(
+        kept(state),
+        electors=state.members,
+        uncalled=frozenset(state.expected),
+        newcomers=newcomers,
+        alone_since=now,
+        away=dict.fromkeys((*state.expected, *newcomers), now),
     )
 
 

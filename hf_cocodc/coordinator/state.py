@@ -55,7 +55,7 @@ def default_path(port: int) -> Path:
 
 
 class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `rules.DURABLE` names, and `compared` if it has changed since the line before. `key` is the id of the secret."""
+    """What `rules.DURABLE` names; `compared` only if it has changed since the line before. `key` is the id of the secret."""
 
     key: Text
     name: Text
@@ -136,8 +136,8 @@ class StateFile:
         for name in ("hosts", "tokens"):
             fields[name] = tuple(Place(*item) for item in fields[name].items())
         fields["lost"] = tuple(sorted(state.lost)[-MOST_REGIONS:])
-        saved = SavedRun(key=key, **fields, compared=dict(compared) if is_new else None)
-        text = line_of(saved, 1 << 40)
+        fields["compared"] = dict(compared) if is_new else None
+        text = line_of(SavedRun(key=key, **fields), 1 << 40)
         return _digest(text) + b" " + text
 
     def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
@@ -229,12 +229,13 @@ def _locked(path: Path) -> Any:
 
 
 def _state_of(saved: SavedRun, before: Run | None) -> Run:
-    compared = saved.compared if saved.compared is not None else (before.compared if before else {})
     fields = {name: getattr(saved, name) for name in DURABLE}
     for name in ("hosts", "tokens"):
         fields[name] = dict(fields[name])
     fields["lost"] = frozenset(saved.lost)
-    return Run(**fields, compared=compared)
+    if before is not None and saved.compared is None:
+        fields["compared"] = before.compared
+    return Run(**fields)
 
 
 def revived(state: Run, name: str) -> Run:

@@ -7,7 +7,6 @@ from typing import Any
 from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import Refuse
 from hf_cocodc.coordinator.rules import (
-    DURABLE,
     Came,
     CloseConnection,
     Ended,
@@ -16,6 +15,7 @@ from hf_cocodc.coordinator.rules import (
     SendTo,
     StoodStill,
     Tick,
+    kept,
 )
 from hf_cocodc.coordinator.state import revived
 
@@ -25,11 +25,6 @@ COORDINATOR = "coordinator"
 _TICK_S, _FAREWELL_S = 0.5, 1.0
 STOOD_S = 4.0
 """A coordinator that stood still for longer may have lost its members to another one (`runs._STOOD_S`)."""
-
-
-def kept(state: Run) -> Run:
-    """What a state file keeps of a run."""
-    return Run(**{name: getattr(state, name) for name in (*DURABLE, "compared")})
 
 
 class Coordinator(Actor):

@@ -10,14 +10,13 @@ from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
 from hf_cocodc.coordinator.messages import Bye, Decided, Generation, Leave, Place, Terms, Welcome
-from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
+from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick, kept
 from hf_cocodc.coordinator.state import revived
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.part import Part, Standing, back, enter
 from hf_cocodc.net.members import Member
 
 from .checks import Violation
-from .coordinating import kept
 
 _LATE = 1000.0
 FIRST = Generation(1, "")
