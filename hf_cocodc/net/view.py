@@ -141,27 +141,13 @@ class View:
                 self._check()
                 self._waits.begin(region, what, may_be_late)
             with self._naming(region, what):
-                self._wait(region, operation, None if may_be_late else self._timeout_s)
+                operation.wait(None if may_be_late else self._timeout_s)
             with self._waits.lock:
                 self._check()
                 self._waits.moved()
         with self._waits.lock:
             self._check()
             self._waits.end()
-
-    def _wait(self, region: int, operation: Operation, patience_s: float | None) -> None:
-        """Wait for an operation. Raises TimeoutError if no byte of its region has come or gone for `patience_s`."""
-        pair = next(each for each in self._pairs.values() if each.region == region)
-        before = None if patience_s is None else pair.look()
-        while True:
-            try:
-                operation.wait(patience_s)
-                return
-            except TimeoutError:
-                moved = pair.look()
-                if moved == before:
-                    raise
-                before = moved
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
         """Start to exchange a small tensor with every other region, on the control connection."""
