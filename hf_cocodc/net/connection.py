@@ -107,7 +107,7 @@ class Connection:
     """One end of it. Two threads move the bytes: they wait in the kernel, and touch the interpreter twice for each message.
 
     Args:
-        broken: called, in any thread, when a socket has failed. Without it, the connection ends with its socket.
+        broken: called, in any thread, when a socket has failed.
         congestion: TCP's congestion control; None for that of the machine.
         ciphers_for: makes the ciphers of a socket; None if nothing is sealed.
 
@@ -120,7 +120,7 @@ class Connection:
     def __init__(
         self,
         name: str,
-        broken: Callable[["Connection"], None] | None = None,
+        broken: Callable[["Connection"], None],
         congestion: str | None = None,
         ciphers_for: CiphersFor | None = None,
     ) -> None:
@@ -313,15 +313,11 @@ class Connection:
         with self._changed:
             if pipe is None or self._pipe is not pipe or self._error is not None:
                 return
-            if self._broken is not None:
-                self._pipe, self.broken_at = None, time.monotonic()
-                self._changed.notify_all()
-                with contextlib.suppress(OSError):
-                    pipe.socket.shutdown(socket.SHUT_RDWR)
-        if self._broken is None:
-            self.end(_lost(error))
-        else:
-            self._broken(self)
+            self._pipe, self.broken_at = None, time.monotonic()
+            self._changed.notify_all()
+            with contextlib.suppress(OSError):
+                pipe.socket.shutdown(socket.SHUT_RDWR)
+        self._broken(self)
 
     def _let_go(self, operation: Operation) -> None:
         """Somebody else is about to use its memory."""
@@ -478,15 +474,12 @@ class Connection:
                 operation.end(self._void_error)
             elif self._error is not None:
                 operation.end(self._error)
-            elif self._broken is None or not isinstance(error, OSError):
+            elif not isinstance(error, OSError):
                 operation.end(_lost(error))
             else:
                 self._asked.setdefault((operation.order, operation.tag), deque()).appendleft(operation)
 
 
-def _lost(error: Exception) -> Exception:
-    if isinstance(error, ConnectionLost):
-        return error
-    if isinstance(error, BrokenPipeError):  # noticed in a write instead of a read
-        return ConnectionLost(CLOSED)
-    return ConnectionLost(getattr(error, "strerror", None) or repr(error))
+def _lost(error: Exception) -> ConnectionLost:
+    """What ends a connection that is not only broken."""
+    return error if isinstance(error, ConnectionLost) else ConnectionLost(repr(error))

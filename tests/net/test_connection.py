@@ -22,7 +22,7 @@ from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.large import Swallowed
 from hf_cocodc.net.pipe import Pipe
 from tests.link.memory import PATIENCE_S, at_once, wait_until
-from tests.net.ends import ends_on, sealing
+from tests.net.ends import end_with_it, ends_on, sealing
 
 KEYS = Keys(bytes(range(32)))
 Ends = tuple[Connection, Connection]
@@ -356,7 +356,7 @@ def test_a_way_on_which_only_small_packets_pass_is_named(
     monkeypatch.setattr(pipe, "_PROBE_S", 0.3)
     one, other = socket.socketpair()
     threading.Thread(target=lambda: other.sendall(other.recv(32))).start()
-    end = Connection("a", ciphers_for=sealing(keys, True))
+    end = Connection("a", end_with_it, ciphers_for=sealing(keys, True))
     with pytest.raises(Swallowed, match="MTU"):
         end.attach(one)
     assert "MTU" in caplog.text
