@@ -16,15 +16,13 @@ from ..errors import CocodcError, InputError, LinkError, MeetingError, MeetingRe
 from ..net.addresses import Unreachable, is_loopback, resolve
 from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
-from .entrance import HERE, key_id, other_version, versions
+from .entrance import HERE, LONGEST_LINE, key_id, other_version, versions
 from .messages import Refuse, from_line
 
 _T = TypeVar("_T")
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0
 """Seconds between two attempts to connect."""
-LONGEST_LINE = 8 << 20
-"""Bytes of a line for the coordinator: what regions compare may name each parameter of a model."""
 _LONGEST_ANSWER = 256 << 20
 """Bytes of a line of the coordinator, which is trusted: it may hold what every region compares."""
 _EACH_S = 3.0

@@ -20,24 +20,15 @@ logger = logging.getLogger(__name__)
 
 HERE = {"kind": "here"}
 """The coordinator's first message on a connection with a secret: the caller has proven itself, too."""
+LONGEST_LINE = 8 << 20
+"""Bytes of a line for the coordinator: what regions compare may name each parameter of a model."""
+LINE_BYTES, _READS = 4 << 10, 16
+"""Of a caller's only line before it has proven itself, and of what is read of it at a time; how often it is read."""
+PROOF_S = 5.0
+"""Seconds until a caller must have proven itself."""
+MOST_CALLERS = 512
 _FAREWELL_S = 1.0
 _GIVE = f"give every region and the coordinator the same (regions.secret_file, --secret-file, {ENV_SECRET})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What callers may cost before they have proven anything.
-
-    Attributes:
-        line_bytes: of a caller's only line, and of what is read of it at a time.
-        reads: how often a caller is read for that line.
-        proof_s: seconds until a caller must have proven itself.
-    """
-
-    line_bytes: int = 4 << 10
-    reads: int = 16
-    proof_s: float = 5.0
-    callers: int = 512
 
 
 @dataclass(eq=False)
@@ -79,7 +70,6 @@ class Entrance:
 
     Args:
         adopt: serves a connection until it ends.
-        longest: bytes of the longest line of a caller that has proven itself.
     """
 
     def __init__(
@@ -87,13 +77,11 @@ class Entrance:
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         secrets: Mapping[str, Keys],
-        limits: Limits,
         adopt: Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]],
-        longest: int,
         say: Callable[[str], None],
     ) -> None:
-        self._loop, self._listener, self._secrets, self._limits = loop, listener, secrets, limits
-        self._adopt, self._longest, self._say = adopt, longest, say
+        self._loop, self._listener, self._secrets = loop, listener, secrets
+        self._adopt, self._say = adopt, say
         self._callers: dict[_Caller, asyncio.Task[None]] = {}  # in the order in which they came
         self._num_turned_away: Counter[str] = Counter()
         self._said_at = -1.0
@@ -122,14 +110,14 @@ class Entrance:
                 continue
             keep_from_forks(connection)
             self._make_room()
-            caller = _Caller(connection, address[0], self._loop.time() + self._limits.proof_s)
+            caller = _Caller(connection, address[0], self._loop.time() + PROOF_S)
             self._callers[caller] = self._loop.create_task(self._serve(caller))
             self._callers[caller].add_done_callback(lambda _, over=connection: over.close())  # type: ignore[misc]
             await asyncio.sleep(0)  # others have their turn
 
     def _make_room(self) -> None:
         """If there are too many, close one: of the address with the most callers, the oldest that has said nothing valid."""
-        if len(self._callers) < self._limits.callers:
+        if len(self._callers) < MOST_CALLERS:
             return
         counts = Counter(caller.address for caller in self._callers)
         most = max(counts.values())
@@ -140,7 +128,7 @@ class Entrance:
         """Let a caller prove itself, and serve it."""
         with contextlib.suppress(OSError):
             if await self._is_welcome(caller):
-                reader = asyncio.StreamReader(self._longest)
+                reader = asyncio.StreamReader(LONGEST_LINE)
                 protocol = asyncio.StreamReaderProtocol(reader)
                 proof = identity(self._secrets[caller.key]) if caller.key else None
                 transport, _ = await self._loop.connect_accepted_socket(
@@ -160,13 +148,13 @@ class Entrance:
     async def _is_welcome(self, caller: _Caller) -> bool:
         """Hear the first line of a caller, and answer it. The form of both never changes."""
         said = b""
-        for _ in range(self._limits.reads):
-            chunk = await self._loop.sock_recv(caller.socket, self._limits.line_bytes)
+        for _ in range(_READS):
+            chunk = await self._loop.sock_recv(caller.socket, LINE_BYTES)
             said += chunk
-            if not chunk or b"\n" in chunk or len(said) > self._limits.line_bytes:
+            if not chunk or b"\n" in chunk or len(said) > LINE_BYTES:
                 break
         message = object_of(said) if said.find(b"\n") == len(said) - 1 else None
-        if message is None or len(said) > self._limits.line_bytes:
+        if message is None or len(said) > LINE_BYTES:
             return False
         why = self._reason_to_refuse(message)
         if why is not None:

@@ -311,27 +311,15 @@ class Hosted:
         return not self.state.run and not self.connections
 
 
-Later = Callable[[Callable[[], None], Callable[[Exception | None], None]], None]
-
-
-def _at_once(work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
-    try:
-        work()
-    except Exception as error:
-        done(error)
-    else:
-        done(None)
-
-
 class Runs:
     """The runs of one coordinator, by the id of their secret and their name.
 
     Args:
         say: takes a line for the log.
         fail: called with the error if the state cannot be written. Nothing may be sent after that.
-        file: keeps what must survive this process; None if nothing must.
         close: ends a connection, soon.
         later: does the first function, in order, without holding this thread; then calls the second one in it, with any error.
+        file: keeps what must survive this process; None if nothing must.
     """
 
     def __init__(
@@ -339,12 +327,12 @@ class Runs:
         send: Callable[[int, ToRegion], None],
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
-        file: StateFile | None = None,
-        close: Callable[[int], None] = lambda who: None,
-        later: Later | None = None,
+        close: Callable[[int], None],
+        later: Callable[[Callable[[], None], Callable[[BaseException | None], None]], None],
+        file: StateFile | None,
     ) -> None:
-        self._send, self._say, self._fail, self._file, self._close = send, say, fail, file, close
-        self._later = later or _at_once
+        self._send, self._say, self._fail, self._close = send, say, fail, close
+        self._later, self._file = later, file
         self._looked_at, self._stood_s, self._has_jumped = time.monotonic(), 0.0, False
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._boards: dict[tuple[str, str], dict[int, Any]] = {}
@@ -460,7 +448,7 @@ class Runs:
     def _write(self, hosted: Hosted, file: StateFile, state: Run) -> None:
         """Write a state. What the run is to say from now on is said once that is on the disk; other runs go on meanwhile."""
 
-        def written(error: Exception | None) -> None:
+        def written(error: BaseException | None) -> None:
             if self._has_failed:
                 return
             if error is not None:

@@ -1,13 +1,12 @@
 """Serves callers that have proven themselves: hears them in turns, and writes what the rules send."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +15,8 @@ from msgspec import structs
 from ..errors import LinkError, short
 from ..net.channel import keep_alive, line_of, object_of, put
 from ..net.keys import Keys
-from .caller import LONGEST_LINE, end_tasks
-from .entrance import Entrance, Limits, key_id
+from .caller import end_tasks
+from .entrance import Entrance, key_id
 from .messages import (
     Alive,
     AskLeave,
@@ -95,7 +94,6 @@ class Coordinator:
         state: StateFile | None,
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
-        limits: Limits | None = None,
         relay: int | None = None,
     ) -> None:
         self._loop, self._say, self._relay = loop, say, relay
@@ -103,25 +101,19 @@ class Coordinator:
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
         self._writer = ThreadPoolExecutor(1, "hf_cocodc-writing")
-        self._runs = Runs(self._send, say, fail, state, self._end, self._later)
+        self._runs = Runs(self._send, say, fail, self._end, self._later, state)
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
-        self._entrance = Entrance(loop, listener, by_id, limits or Limits(), self._adopt, LONGEST_LINE, say)
+        self._entrance = Entrance(loop, listener, by_id, self._adopt, say)
         self._alive = line_of(Alive())
         self._alive_at = self._expire_at = loop.time()
         self._timing = loop.create_task(self._keep_time())
         self._is_closed = False
 
-    def _later(self, work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
+    def _later(self, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         """See `Runs`: one thread writes the file, for a slow disk must not hold other runs."""
-
-        def written(future: "Future[None]") -> None:
-            error = future.exception()
-            assert error is None or isinstance(error, Exception)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(done, error)
-
-        self._writer.submit(work).add_done_callback(written)
+        writing = self._loop.run_in_executor(self._writer, work)
+        writing.add_done_callback(lambda written: done(written.exception()))
 
     async def close(self) -> None:
         self._writer.shutdown()

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hf_cocodc.coordinator import entrance
 from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
+from hf_cocodc.coordinator.entrance import HERE, key_id, versions
 from hf_cocodc.coordinator.messages import Beat, Post, Posted
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError
@@ -101,10 +102,10 @@ def test_2000_strangers_keep_no_region_from_meeting_and_delay_no_sign_of_life(
 def test_a_stranger_is_closed_in_time_and_the_number_of_strangers_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = Limits(proof_s=2.0, callers=50)
-    monkeypatch.setattr("hf_cocodc.coordinator.service.Limits", lambda: limits)
+    monkeypatch.setattr(entrance, "PROOF_S", 2.0)
+    monkeypatch.setattr(entrance, "MOST_CALLERS", 50)
     served = serve_in_thread(secrets=[SECRET])
-    found = strangers_that_say(served.address, b"", limits.callers + 20)
+    found = strangers_that_say(served.address, b"", entrance.MOST_CALLERS + 20)
     for early in found[:20]:  # others came, and there was no room for all
         assert early.recv(1) == b""
     found[-1].setblocking(False)
@@ -142,7 +143,7 @@ def test_garbage_ends_a_connection_at_once(said: bytes) -> None:
                 pass
         except OSError:
             pass
-    assert time.monotonic() < begun + 0.8 * Limits().proof_s
+    assert time.monotonic() < begun + 0.8 * entrance.PROOF_S
     served.close()
 
 
@@ -154,7 +155,7 @@ def test_a_stranger_that_has_said_a_valid_first_line_is_closed_after_those_that_
     served = serve_in_thread(secrets=[SECRET])
     [honest] = strangers_that_say(served.address, FIRST, 1)
     assert json.loads(honest.recv(4096)) == versions()
-    crowd = strangers_that_say(served.address, b"", Limits().callers + 100)
+    crowd = strangers_that_say(served.address, b"", entrance.MOST_CALLERS + 100)
     honest.setblocking(False)
     with pytest.raises(BlockingIOError):  # it is still open
         honest.recv(1)
@@ -197,7 +198,7 @@ def test_who_knows_the_name_of_a_secret_alone_gets_nowhere(said: bytes) -> None:
 
 
 def test_a_handshake_that_stops_half_way_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_cocodc.coordinator.service.Limits", lambda: Limits(proof_s=0.5))
+    monkeypatch.setattr(entrance, "PROOF_S", 0.5)
     served = serve_in_thread(secrets=[SECRET])
     hello = client_hello(SECRET)
     for said in (hello[:100], hello):  # the coordinator's own part comes, and the caller's proof never

@@ -2,6 +2,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -192,6 +193,29 @@ def test_a_second_coordinator_with_the_same_file_is_refused(tmp_path: Path) -> N
     serve_in_thread(state=path).close()
 
 
+def _at_once(work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        done(error)
+    else:
+        done(None)
+
+
+def _nothing(*about: Any) -> None:
+    pass
+
+
+def runs_of(
+    send: Any = _nothing,
+    fail: Any = _nothing,
+    close: Any = _nothing,
+    later: Any = _at_once,
+    file: StateFile | None = None,
+) -> Runs:
+    return Runs(send, _nothing, fail, close, later, file)
+
+
 def test_nothing_is_sent_once_the_file_cannot_be_written() -> None:
     sent: list[object] = []
     errors: list[OSError] = []
@@ -203,7 +227,7 @@ def test_nothing_is_sent_once_the_file_cannot_be_written() -> None:
         def write(self, key: str, state: Run) -> None:
             raise OSError(28, "No space left on device")
 
-    runs = Runs(lambda to, message: sent.append(message), lambda line: None, errors.append, Full())
+    runs = runs_of(lambda to, message: sent.append(message), fail=errors.append, file=Full())
     hosted = runs.come_in("", "run", 1)
     runs.come_in("", "run", 2)
     runs.came(hosted, 1, hello(0))
@@ -218,7 +242,7 @@ def test_a_line_that_cannot_be_written_holds_no_run(
     """Nor does it end the coordinator: regions meet all the same."""
     monkeypatch.setattr("hf_cocodc.coordinator.runs.lines", lambda *args: 1 / 0)
     sent: list[object] = []
-    runs = Runs(lambda to, message: sent.append(message), lambda line: None, lambda error: None)
+    runs = runs_of(lambda to, message: sent.append(message))
     for who in (0, 1):
         hosted = runs.come_in("", "run", who)
         runs.came(hosted, who, hello(who))
@@ -230,7 +254,7 @@ def test_runs_of_a_process_that_stood_still_begin_as_after_a_start(monkeypatch: 
     now = 100.0
     monkeypatch.setattr("hf_cocodc.coordinator.runs.time.monotonic", lambda: now)
     closed: list[int] = []
-    runs = Runs(lambda *sent: None, lambda line: None, lambda error: None, close=closed.append)
+    runs = runs_of(close=closed.append)
     for who in (0, 1):
         hosted = runs.come_in("", "run", who)
         runs.came(hosted, who, hello(who))
@@ -254,11 +278,9 @@ def test_a_slow_disk_holds_what_a_run_says_and_no_other_run() -> None:
             self.written.append(state.run)
 
     file = File()
-    runs = Runs(
+    runs = runs_of(
         lambda to, message: sent.append((to, message)),
-        lambda line: None,
-        lambda error: None,
-        file,
+        file=file,
         later=lambda work, done: waiting.append((work, done)),
     )
     slow, other = runs.come_in("", "slow", 0), runs.come_in("", "other", 2)
