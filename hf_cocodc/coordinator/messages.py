@@ -51,19 +51,24 @@ class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         count: regions with which the run begins.
-        elastic: whether the run goes on without a lost region.
-        least, most: `regions.min` and `regions.max`; for the times, see RegionConfig.
+        least, most: `regions.min` and `regions.max`; where a lost region ends the run, both are `count`.
+        wait_s: how long fewer than `least` wait for others; 0 where a lost region ends the run. For the times, see RegionConfig.
         grace_is_auto: whether `grace_s` counts from the moment when training began to wait.
     """
 
     count: _Regions
-    elastic: bool = False
     least: Whole = 1
     most: _Regions = 1
+    wait_s: Real = 0.0
     timeout_s: Real = 120.0
     stuck_timeout_s: Real = 1200.0
     grace_s: Real | None = None
     grace_is_auto: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether regions may come in while the run trains, and leave it."""
+        return self.wait_s > 0
 
 
 class ControlMessage(Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):

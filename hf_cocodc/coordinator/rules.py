@@ -384,7 +384,7 @@ class _Work:
             case Ready() if member in state.newcomers:
                 newcomer = replace(state.newcomers[member], ready=True)
                 self.change(newcomers={**state.newcomers, member: newcomer})
-            case Leave() if state.trains and member in state.members and state.terms.elastic:
+            case Leave() if state.trains and member in state.members and state.terms.is_open:
                 if not any(each.kind == "leave" and each.member == member for each in state.announced):
                     self.change(leavers=state.leavers | {member})
             case Heard():
@@ -489,7 +489,7 @@ class _Work:
                     *(hello.region for hello in state.hellos.values()),
                 }
                 free = [region for region in range(state.terms.most) if region not in taken]
-                if not state.trains or not state.terms.elastic:
+                if not state.trains or not state.terms.is_open:
                     self.send(who, Refuse(error="MeetingError", why=f"run {state.name!r} does not train."))
                 elif not free:
                     why = (
@@ -589,7 +589,7 @@ class _Work:
         theirs = None if at is None else self.state.seats[at]
         # a coordinator that was started a moment ago has heard nobody for long
         silent_s = now - (self.state.away.get(other, now) if theirs is None else theirs.heard_at)
-        if theirs is None or not terms.elastic:
+        if theirs is None:
             # in the middle of a transfer nobody is late: then it counts since when nothing has moved
             silent_s = min(silent_s, max(beat.waited_s, beat.idle_s) + since_beat)
         if silent_s > terms.timeout_s:
@@ -623,8 +623,6 @@ class _Work:
 
     def report(self, who: int, report: Report) -> None:
         state = self.state
-        if not state.terms.elastic:
-            return
         if report.number < state.losses:
             self.catch_up(who, report.number)
         elif report.number == state.losses:
@@ -894,8 +892,6 @@ class _Work:
     def look_at_majority(self) -> None:
         """Tell those who have called whether this coordinator can decide, if most members do not call."""
         state = self.state
-        if not state.terms.elastic:  # it loses nobody
-            return
         if state.has_majority:
             for who in state.seats.keys() & state.told.keys():
                 self.change(told=_without(self.state.told, who))
@@ -936,12 +932,12 @@ class _Work:
     def greet(self, who: int, hello: Hello) -> None:
         """A new process: where does it belong?"""
         state = self.state
-        if state.trains and state.terms.elastic and hello.terms.elastic and not self.is_void():
+        if state.trains and state.terms.is_open and hello.terms.is_open and not self.is_void():
             self.welcome_newcomer(who, hello)
         elif hello.join:
             if state.ended is not None:
                 self.refuse(who, *end_in_words(state.name, state.ended, "there is nothing to join"))
-            elif state.trains and state.terms.elastic:
+            elif state.trains and state.terms.is_open:
                 self.wait(who, f"no region of run {state.name!r} is connected to this coordinator")
             elif state.trains:
                 self.refuse(
@@ -956,8 +952,8 @@ class _Work:
     def gather(self) -> None:
         """Compare the regions that wait for each other, and begin once all are here."""
         state = self.state
-        is_elastic = state.terms.elastic and any(hello.terms.elastic for hello in state.hellos.values())
-        if state.trains and is_elastic and not self.is_void():
+        is_open = state.terms.is_open and any(hello.terms.is_open for hello in state.hellos.values())
+        if state.trains and is_open and not self.is_void():
             return
         here: dict[int, int] = {}
         agreed: set[tuple[int, int]] = set()
@@ -1090,7 +1086,10 @@ class _Work:
         elif state.ended is not None and member not in state.expected:
             if member.ticket in state.lost:
                 away = f"that was while region {member.region} was away"
-                self.refuse(who, *end_in_words(state.name, state.ended, away))
+                kind, why = end_in_words(state.name, state.ended, away)
+                # "RunOver" tells the members of a run that ends with any loss that another one has its name: they train on
+                is_lost = kind == "RunOver" and not state.terms.is_open
+                self.refuse(who, "LeftBehind" if is_lost else kind, why)
             else:
                 self.send(who, _over(state.ended))
         elif member.ticket in state.lost:

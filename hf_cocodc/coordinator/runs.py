@@ -212,7 +212,7 @@ def overview(
             if member.region < other and other in {each.region for each in state.members}
         },
         "waiting": sorted(hello.region for hello in state.hellos.values()),
-        "elastic": state.terms.elastic,
+        "elastic": state.terms.is_open,
         "count": state.terms.count,
         "least": state.terms.least,
         "most": state.terms.most,

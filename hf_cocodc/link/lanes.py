@@ -53,6 +53,7 @@ class LaneLink:
         self._link = link
         self._device, self._group = device, group
         self.members = link.members
+        self._may_lose = isinstance(link, TcpLink)
 
     @property
     def num_regions(self) -> int:
@@ -107,7 +108,7 @@ class LaneLink:
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         records = self.all_ranks(lambda: self._link.gather(record, what))
-        if self.is_elastic:
+        if self._may_lose:
             self._settle_members(self._reduce(self._gone(), dist.ReduceOp.MAX))
         return records
 
@@ -116,7 +117,7 @@ class LaneLink:
         if group is None:
             return link.lead(call, what)
         result = group.lead(lambda: link.lead(call, what), what, lambda result: getattr(link, "num_calls", 0))
-        if group.rank and isinstance(link, TcpLink) and self.is_elastic and link.num_calls < group.heard:
+        if group.rank and isinstance(link, TcpLink) and link.num_calls < group.heard:
             link.led(group.heard)
         return result
 
@@ -134,7 +135,7 @@ class LaneLink:
 
         Raises what it has raised here, or an error of the same kind as in another rank.
         """
-        if not self.is_elastic:
+        if not self._may_lose:
             return call()
         failed: LinkError | None = None
         try:

@@ -1,6 +1,5 @@
 """What a process knows of its run, and what follows from that without an event: the state of `rules`."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,7 +59,6 @@ class Part:
 
     Attributes:
         run: the id of the run; `generation`: of the newest coordinator that it has heeded; `token`: see `Welcome`.
-        wait_s: how long a loss waits for a coordinator that is away.
         answers: whether the coordinator is there, and decides; `undecided`: why one that is there does not.
         roster: who takes part in calls that are made now; lost members may still be among them.
         changes: changes that count now; `announced` has those that it knows and that do not count yet, without gaps.
@@ -84,7 +82,6 @@ class Part:
     run: str = ""
     generation: Generation = NO_GENERATION
     token: str = ""
-    wait_s: float = math.inf
     answers: bool = True
     undecided: str = ""
     roster: tuple[Member, ...] = ()
@@ -149,7 +146,7 @@ class Part:
         return self.paired.get(other.region) == other
 
 
-def enter(welcome: Welcome, terms: Terms, host: str = "", wait_s: float = math.inf) -> Part:
+def enter(welcome: Welcome, terms: Terms, host: str = "") -> Part:
     """The part of a process that has met the others, or that joins. It is to connect to all in `meeting`."""
     members = tuple(place.member for place in welcome.members)
     hosts = {place.member: place.host for place in (*welcome.members, *welcome.others)}
@@ -160,7 +157,6 @@ def enter(welcome: Welcome, terms: Terms, host: str = "", wait_s: float = math.i
         run=welcome.run,
         generation=welcome.generation,
         token=welcome.token,
-        wait_s=wait_s,
         roster=() if welcome.joins else members,
         losses=welcome.losses,
         hosts={welcome.me: host, **hosts},

@@ -53,7 +53,7 @@ class SharedLink:
         self.timing = "measured"
         self.agreement: StopAgreement | None = None
         self.heard: Any = None
-        everybody = range(num_regions)
+        self._count, everybody = num_regions, range(num_regions)
         self._news = _News(everybody, everybody, takes_part=True)
         self._link, self._group = leader_link, group
 
@@ -67,7 +67,7 @@ class SharedLink:
 
     @property
     def most_regions(self) -> int:
-        return self.num_regions if self._link is None else self._link.most_regions
+        return self._count if self._link is None else self._link.most_regions
 
     @property
     def parties(self) -> tuple[int, ...]:

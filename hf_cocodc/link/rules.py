@@ -2,10 +2,10 @@
 
 No sockets, threads or clocks: `tcp` executes the effects, and the simulation does, too.
 
-Members make the same calls in the same order; one is in hand at a time. In an elastic run a call completes once all its members
-say that they hold its result ("have"). If a member is lost before that, everybody freezes and reports, the coordinator decides
-which calls stand, and all later ones are void: they are made again, from their start and without the lost members. So a call
-counts in all members or in none. In a fixed run every loss ends the run, and nobody waits for a "have".
+Members make the same calls in the same order; one is in hand at a time. A call completes once all its members say that they
+hold its result ("have"). If a member is lost before that, everybody freezes and reports, the coordinator decides which calls
+stand, and all later ones are void: they are made again, from their start and without the lost members. So a call counts in all
+members or in none. Where a lost region ends the run (`Terms.is_open`), the others so hold the same when they end.
 
 Changes (regions that come in or leave) are numbered by the coordinator. Each trailer tells how many its region knows. A change
 counts from the step after the landing of the first transfer in which all trailers know it: all members change at the same step.
@@ -101,11 +101,14 @@ class Away:
 
 @dataclass(frozen=True)
 class Waited:
-    """Time has passed: since the attempt in hand waits for region `awaits`, and since a loss waits and nobody decides it."""
+    """Time has passed: since the attempt in hand waits for region `awaits`, since a loss waits and nobody decides it, and since
+    there is no coordinator that decides.
+    """
 
     awaits: int | None
     waited_s: float
     undecided_s: float
+    away_s: float
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,7 @@ class Switched:
 
 @dataclass(frozen=True)
 class Fail:
-    """No call of this process will complete. `member`: whose loss ends a fixed run."""
+    """No call of this process will complete. `member`: who is lost, where nobody has decided it."""
 
     error: type[LinkError]
     why: str
@@ -325,8 +328,6 @@ class _MemberWork:
             case Held(number=number, losses=losses):
                 if self.is_in_hand(number, losses):
                     self.head(has=True)
-                    if not state.terms.elastic:
-                        self.complete()
             case AllHeld(number=number, losses=losses):
                 if self.is_in_hand(number, losses) and state.calls[0].has:
                     self.complete()
@@ -425,7 +426,9 @@ class _MemberWork:
                 self.change(gone=state.gone | {member})
                 self.disconnect(member)
             case Refuse(error=kind, why=why):
-                if state.terms.elastic:  # in a fixed run nobody comes or goes: it trains on
+                if kind == "RunOver" and not state.terms.is_open:  # it needs no coordinator before a loss
+                    self.change(answers=False, undecided=why)
+                else:
                     self.fail(_OVER.get(kind, LeftBehind), why)
 
     def suspect(self, suspect: Suspect, awaits: int | None) -> None:
@@ -435,39 +438,32 @@ class _MemberWork:
             return
         if suspect.how == "late":
             self.change(late=state.late | {member})
-        why = suspect.why
-        if not state.terms.elastic:
-            note, since = state.notes.get(awaits), f"while region {state.me.region} waited for {call.what}"
-            why = (
-                f"region {awaits} left {since}: {note}"
-                if note is not None
-                else f"region {awaits} sent nothing {since}: {why}. Look at its machine and its last output, then start all "
-                "regions again with --resume."
-            )
-        self.miss(member, why)
+        self.miss(member, suspect.why)
 
     def waited(self, waited: Waited) -> None:
         """Give up in the end, without a coordinator that decides who is lost."""
-        state, call = self.state, self.state.in_hand
+        state, terms, call = self.state, self.state.terms, self.state.in_hand
         if state.answers:
             return
-        if state.frozen and waited.undecided_s > state.wait_s:
+        if state.frozen and waited.undecided_s > terms.wait_s and waited.away_s > terms.timeout_s:
             said = "answered" if not state.undecided else "decided"
             way_out = state.undecided or "Start it again with its state file"
-            self.fail(
-                LinkError,
-                f"region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
-                f"{waited.undecided_s:.0f} s (regions.wait_s={state.wait_s:g}): {way_out}, then all regions with --resume.",
+            limit = f"wait_s={terms.wait_s:g}" if terms.is_open else f"timeout_s={terms.timeout_s:g}"
+            lost = min(state.missed, default=None)
+            known = (
+                "" if lost is None else f"region {lost.region} is lost ({state.missed[lost].rstrip('. ')}). "
             )
-        if state.terms.elastic or call is None or waited.waited_s <= state.terms.stuck_timeout_s:
+            self.fail(
+                LinkError if lost is None else RegionLostError,
+                f"{known}Region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
+                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}, then all regions with --resume.",
+                lost,
+            )
+        if call is None or waited.waited_s <= terms.stuck_timeout_s:
             return
         for member in call.parties:
             if member.region == waited.awaits:
-                why = (
-                    f"region {member.region} sent nothing for {waited.waited_s:.0f} s while region {state.me.region} waited for "
-                    f"{call.what}, and the coordinator does not answer. Look at both machines, then start all regions again "
-                    "with --resume."
-                )
+                why = f"it sent nothing for {waited.waited_s:.0f} s while region {state.me.region} waited for {call.what}"
                 self.miss(member, why)
 
     # -- connections
@@ -534,9 +530,6 @@ class _MemberWork:
                 self.effects.append(Abandon())
 
     def miss(self, member: Member, why: str) -> None:
-        if not self.state.terms.elastic:
-            self.fail(RegionLostError, why, member)
-            return
         self.freeze()
         self.change(missed={**self.state.missed, member: why})
         self.report()

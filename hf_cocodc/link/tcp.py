@@ -1,11 +1,10 @@
 """The link between machines: it executes what the rules say (`rules`), with connections and one thread of its own.
 
-A fixed run and an elastic one have the same link. In a fixed run every loss fails all calls.
+Runs that end with a lost region, and those that go on without it, have the same link (`Terms.is_open`).
 """
 
 import ctypes
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -76,7 +75,6 @@ class TcpLink:
     Args:
         client: has met the other regions (`Client.meet`).
         timeout_s: seconds that `close` waits for calls in progress.
-        wait_s: how long a loss waits for a coordinator that is away.
         is_one_voice: whether the ranks of the region, which have a lane each, share their decisions (`voice`).
 
     Attributes:
@@ -96,12 +94,11 @@ class TcpLink:
         wire: Wire,
         *,
         timeout_s: float = 120.0,
-        wait_s: float = math.inf,
         lane: int = 0,
         num_lanes: int = 1,
         is_one_voice: bool = False,
     ) -> None:
-        self.wait_s, self.lane, self.num_lanes, self._is_one_voice = wait_s, lane, num_lanes, is_one_voice
+        self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
         self.agreement: StopAgreement | None = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
@@ -114,7 +111,7 @@ class TcpLink:
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
         self._step = 0
-        self._warned_at = self._frozen_at = 0.0
+        self._warned_at = self._frozen_at = self._answered_at = 0.0
         self._closed = False
         self._generation = 0  # a thread of an earlier life must never find its own number again
         self._enter(client, wire, client.welcome)
@@ -134,7 +131,7 @@ class TcpLink:
         self.run = welcome.run
         wire.note_of, wire.why_lost = self.note_of, self._why_lost
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
-        self._part = enter(welcome, self.terms, wire.address, self.wait_s)
+        self._part = enter(welcome, self.terms, wire.address)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
         self._hand: Pending | None = None
@@ -152,7 +149,7 @@ class TcpLink:
 
     @property
     def is_elastic(self) -> bool:
-        return self.terms.elastic
+        return self.terms.is_open
 
     @property
     def standing(self) -> Standing:
@@ -169,7 +166,7 @@ class TcpLink:
 
     @property
     def most_regions(self) -> int:
-        return max(len(self.members), self.terms.most if self.is_elastic else 0)
+        return max(len(self.members), self.terms.most)
 
     @property
     def epoch(self) -> Epoch:
@@ -287,12 +284,12 @@ class TcpLink:
 
     def landed(self, arrival: Arrival) -> None:
         self.beat, self.landed_at = structs.replace(self.beat, landed_at=self._step), time.monotonic()
-        if self.standing is Standing.MEMBER and self.is_elastic and arrival.trailers:
+        if self.standing is Standing.MEMBER and arrival.trailers:
             self._feed(rules.Landed(min(each.knows for each in arrival.trailers), arrival.changes))
             self._has_moved = True
 
     def tick(self, inner_step: int) -> None:
-        if self.standing is Standing.MEMBER and self.is_elastic:
+        if self.standing is Standing.MEMBER:
             admitted = self._feed(rules.Ticked())
             if self._has_moved or admitted:
                 self._has_moved = False
@@ -428,6 +425,11 @@ class TcpLink:
         self._client.send(message)
 
     @property
+    def losses_in_words(self) -> str:
+        """Which regions are lost, and why."""
+        return self._lost_in_words(self._whys)
+
+    @property
     def has_coordinator(self) -> bool:
         """Whether the coordinator is there, and decides."""
         return self._part.answers
@@ -539,9 +541,10 @@ class TcpLink:
                 self._has_moved = True
                 lost = [each for each in before.members if each.ticket in self._part.lost]
                 self._tell_epoch(self._lost_in_words(lost))
-                logger.info(
-                    "if the process of a lost region lives, it comes back by itself; if not, start its command again"
-                )
+                if self.is_elastic:
+                    logger.info(
+                        "if the process of a lost region lives, it comes back by itself; if not, start its command again"
+                    )
             self._changed.notify_all()
         return admitted
 
@@ -586,17 +589,16 @@ class TcpLink:
                     return
                 hand.found, hand.bytes_sent = result, attempt.bytes_sent
                 self._feed(rules.Held(begin.number, begin.losses))
-            if self.is_elastic:
-                view.wait(
-                    view.begin_swap(torch.ones(1, device=HOST), hand.what).pending,
-                    hand.what,
-                    may_be_late=True,
-                )
-                if self._is_one_voice:
-                    alone = begin.number in self._led
-                    self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
-                else:
-                    self._feed(rules.AllHeld(begin.number, begin.losses))
+            view.wait(
+                view.begin_swap(torch.ones(1, device=HOST), hand.what).pending,
+                hand.what,
+                may_be_late=True,
+            )
+            if self._is_one_voice:
+                alone = begin.number in self._led
+                self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
+            else:
+                self._feed(rules.AllHeld(begin.number, begin.losses))
         except RegionLostError as error:
             missed = [each for each in begin.parties if each.region == error.region and each != self.me]
             if not missed:
@@ -651,7 +653,7 @@ class TcpLink:
     def _error_of(self, error: type[LinkError], why: str, member: Member | None) -> LinkError:
         if error is RegionLostError and member is not None:
             return RegionLostError(member.region, why)
-        return left_behind(self.region, why) if error is LeftBehind else error(why)
+        return left_behind(self.region, why, self.is_elastic) if error is LeftBehind else error(why)
 
     def _fail_all(self, error: BaseException, generation: int | None = None) -> None:
         """End all calls, also later ones, with this error. `generation`: of the thread whose error it is."""
@@ -705,12 +707,12 @@ class TcpLink:
             case _:
                 with self._changed:
                     self._feed(rules.HeardFrom(message, self.awaits, time.monotonic()))
+        if isinstance(message, Refuse) and self.standing is not Standing.OUT:
+            logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
         if isinstance(message, Resumed):
             self._tell_ways()
             if self.agreement is not None:
                 self.agreement.ask_again()
-        if isinstance(message, Refuse) and not self.is_elastic:
-            logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
         self.on(message)
 
     def _sign(self) -> Beat:
@@ -738,12 +740,14 @@ class TcpLink:
 
     def _watch(self, now: float) -> None:
         """Let the rules look at the time, and say now and then for whom this region waits."""
+        if self.has_coordinator:
+            self._answered_at = now
         if not self._part.frozen or self.has_coordinator:
             self._frozen_at = now
         waits, region, since = self.wire.waits, self.wire.waits.region, self.wire.waits.late_since
         # in the middle of a transfer nobody is late: then it counts since when nothing has moved
         waited_s = now - (waits.moved_at if since is None else since)
-        self._feed(rules.Waited(region, waited_s, now - self._frozen_at))
+        self._feed(rules.Waited(region, waited_s, now - self._frozen_at, now - self._answered_at))
         if region is None or self._hand is None:
             return
         if min(waited_s, now - self._warned_at) > min(_SAY_S, self._timeout_s):
@@ -908,6 +912,10 @@ def use_one_thread() -> None:
             getattr(libraries, tell)(1)
 
 
-def left_behind(region: int, why: str = rules.LATE) -> LeftBehind:
-    """The error of all calls of a member without which the others have gone on."""
-    return LeftBehind(f"the other regions have gone on without region {region}: {why}. It may come back.")
+def left_behind(region: int, why: str = rules.LATE, may_come_back: bool = True) -> LeftBehind:
+    """The error of all calls of a member without which the others have gone on, or ended."""
+    if may_come_back:
+        return LeftBehind(f"the other regions have gone on without region {region}: {why}. It may come back.")
+    return LeftBehind(
+        f"the other regions have ended without region {region}: {why.rstrip('. ')}. Start all regions again with --resume."
+    )

@@ -215,7 +215,7 @@ class View:
             raise self._explain(region, what, time.perf_counter() - since, error) from error
         except ConnectionLost as error:
             self._check()
-            # in a fixed run those that have lost a region end, too: the first one is to blame
+            # those that miss a region may end, too: the first one is to blame
             first = min(self._pairs.values(), key=lambda pair: pair.lost_at)
             raise self._explain(first.region, what, time.perf_counter() - since, error) from error
 

@@ -37,7 +37,7 @@ _SOON = 0.25
 _NEWS_S = 0.1
 """A region's last note, which replaces an earlier one, may come over the coordinator so long after the connections close."""
 _NOTE_S = 0.5
-"""A region's note may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
+"""A region's note may arrive so long after its connections have closed. Later nobody waits for that: a decision tells why."""
 
 
 class Wire:
@@ -51,7 +51,6 @@ class Wire:
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
-        is_elastic: whether the others go on without a lost region: then nobody waits for what it says of itself.
         congestion: of payload connections: see `pacing.congestion_of`.
         keys: of the run's secret: with them, all that is sent is sealed.
 
@@ -73,7 +72,6 @@ class Wire:
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
-        is_elastic: bool = False,
         congestion: str = "auto",
         keys: Keys | None = None,
         port: int = 0,
@@ -81,7 +79,7 @@ class Wire:
         call_from: str = "",
     ) -> None:
         self._keys = keys
-        self.region, self.timeout_s, self._is_elastic = region, timeout_s, is_elastic
+        self.region, self.timeout_s = region, timeout_s
         self._asked = connections
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
@@ -236,13 +234,16 @@ class Wire:
         cut_for = connections or self._asked or MAX_CONNECTIONS
         # later the coordinator tells who is lost: a healthy region may send nothing because it encodes, or waits for a frozen one
         timeout_s = self.timeout_s if order == FIRST else None
-        return View(self.region, pairs, order, cut_for, timeout_s, self._throttle, self.waits, self._explain)
+        explain = partial(self._explain, order == FIRST)
+        return View(self.region, pairs, order, cut_for, timeout_s, self._throttle, self.waits, explain)
 
-    def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
+    def _explain(
+        self, is_first: bool, region: int, what: str, waited_s: float, error: Exception
+    ) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
-        if not self._is_elastic:
+        if is_first:
             time.sleep(_NEWS_S)
-        reason = self.note_of(region, 0.0 if self._is_elastic else _NOTE_S)
+        reason = self.note_of(region, _NOTE_S if is_first else 0.0)
         if reason is not None:
             return RegionLostError(
                 region, f"region {region} left while region {self.region} waited for {what}: {reason}"

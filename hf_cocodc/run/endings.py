@@ -76,6 +76,19 @@ def farewell(
     )
 
 
+def loss_in_words(step: int, why: str, has_saved: bool) -> str:
+    """What a region says at the end of a run that a lost region has ended at `step`."""
+    saved = (
+        f"This region has saved checkpoint-{step}, and so do the others that are left; a lost region takes it over from them."
+        if has_saved
+        else "This region has saved no checkpoint of this step, so what it has trained since its last one is lost."
+    )
+    return (
+        f"{why}. The other regions have ended at step {step} (regions.on_loss=stop). {saved} Start all regions again with "
+        "--resume, or trainer.train(resume_from_checkpoint=True)."
+    )
+
+
 class Endings:
     """What a region says about its own end, what it hears about the others', and what all regions do then.
 
@@ -84,6 +97,7 @@ class Endings:
         verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`, or "leave" for this one alone; `why`
             has the reason in words.
         is_hopeless: whether the verdict is to stop because training cannot go on as it is (`stop`).
+        lost: the region whose loss ends the run; None before.
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
         leaves: why this region alone is to leave; empty if it is not.
     """
@@ -92,6 +106,7 @@ class Endings:
         self.word = Word()
         self.verdict: str | None = None
         self.is_hopeless = False
+        self.lost: int | None = None
         self.why = ""
         self.saved_everywhere = 0
         self.leaves = ""
@@ -159,7 +174,7 @@ class Endings:
         """Begin at a loaded checkpoint of `inner_step`: it is complete in every region, and none of them is about to end."""
         if self._link.agreement is not None:
             self._link.agreement.forget(inner_step)
-        self.verdict, self.why, self.is_hopeless = None, "", False
+        self.verdict, self.why, self.is_hopeless, self.lost = None, "", False, None
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)
 
@@ -167,6 +182,11 @@ class Endings:
         """Stop here with a checkpoint. Every region comes to this by itself at the same step, whatever the policy says."""
         self.verdict, self.why, self.is_hopeless = "stop", why, True
         logger.error("%s: all regions stop here.", why)
+
+    def lose(self, region: int, why: str) -> None:
+        """Stop here with a checkpoint, because a region is lost and that ends the run. All others do, at the same step."""
+        self.verdict, self.why, self.lost = "stop", why, region
+        logger.error("%s: all other regions stop here (regions.on_loss=stop).", why)
 
     def end(self, verdict: str, why: str) -> None:
         """End here: with a verdict of all regions, or to "leave" alone."""

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from ..coordinator.messages import Bye
 from ..engine.replicas import Engine
-from ..errors import InputError, LeftBehind, LinkError, RunFinished, RunLeft, RunStopped, spare_traceback
+from ..errors import (
+    InputError,
+    LeftBehind,
+    LinkError,
+    RegionLostError,
+    RunFinished,
+    RunLeft,
+    RunStopped,
+    spare_traceback,
+)
 from ..link.base import Link
 from ..link.records import Ending
 from ..parts.tensors.memory import is_capturing
@@ -23,6 +32,7 @@ from ..snapshot.checkpoint import Saved
 from .about import About, of_loop
 from .connect import begin_over, meet
 from .elastic import Elastic
+from .endings import loss_in_words
 from .fresh_start import ruined_at_the_end
 from .inner_optimizer import InnerOptimizer, Tokens
 from .loop import Loop, PlainLoop
@@ -224,7 +234,7 @@ class OuterOptimizer:
         """Whether the run has ended here, or all `max_steps` are made: leave the loop.
 
         With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
-        leave, and resume later.
+        leave, and resume later. So does a region that ends because another one is lost: `finish` then raises RegionLostError.
         """
         return self.training.is_over
 
@@ -277,11 +287,23 @@ class OuterOptimizer:
         it. After a `verdict` to stop or leave nothing is exchanged and the model keeps its local weights.
 
         Raises:
+            RegionLostError: a region is lost, and that has ended the run (`regions.on_loss`).
             RunStopped: the regions have stopped, or this one has left (RunLeft), and the script knows nothing of it: it has
                 saved no checkpoint of this step, and has not read `verdict`. It would go on as if the run were complete.
         """
         self.end()
+        self.raise_loss()
         self._refuse_unnoticed()
+
+    def raise_loss(self) -> None:
+        """Leave in good order, and raise RegionLostError, if the loss of a region has ended the run."""
+        endings, step = self.training.endings, self.inner_step
+        if endings.lost is None:
+            return
+        self.close()
+        error = RegionLostError(endings.lost, loss_in_words(step, endings.why, endings.word.saved_at == step))
+        self.training.journal.write_error(step, error)
+        raise error
 
     def end(self) -> None:
         """`finish` for a caller that looks at `finished` and `verdict` afterwards: raises no RunStopped."""
@@ -314,9 +336,13 @@ class OuterOptimizer:
             try:
                 words = training.engine.finish(training.endings.word)
             except LeftBehind as error:
+                if self.elastic is None:
+                    raise
                 self._go_on_to_the_end(error)
                 continue
             training.endings.note_saved_everywhere(words)
+            if training.stop_if_lost(words):
+                continue
             if ruined := ruined_at_the_end(training.engine, training.config):
                 training.endings.stop(ruined)
                 continue

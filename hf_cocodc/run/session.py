@@ -184,9 +184,9 @@ class RegionContext:
         assert not isinstance(grace_s, str)
         return Terms(
             count=regions.count,
-            elastic=regions.elastic,
-            least=regions.min or 1,
+            least=regions.min or regions.count,
             most=regions.max or regions.count,
+            wait_s=regions.wait_s or 0.0,
             timeout_s=regions.timeout_s,
             stuck_timeout_s=regions.stuck_timeout_s,
             grace_s=grace_s,
@@ -227,7 +227,6 @@ class RegionContext:
             regions.timeout_s,
             self.rate,
             self.num_lanes,
-            is_elastic=regions.elastic,
             congestion=regions.congestion,
             keys=self.keys,
             port=0 if regions.port is None else regions.port + self.lane,
@@ -237,13 +236,11 @@ class RegionContext:
 
     def link(self, client: AnyClient) -> TcpLink:
         """The link of a process that has met the others. Raises LinkError if a region cannot be reached."""
-        wait_s = self.regions.wait_s
         return TcpLink(
             client,
             self.terms,
             self.wire(),
             timeout_s=self.regions.timeout_s,
-            wait_s=math.inf if wait_s is None else wait_s,
             lane=self.lane,
             num_lanes=self.num_lanes,
             is_one_voice=self.is_one_voice,

@@ -17,9 +17,10 @@ from .. import __version__
 from ..engine.footprint import in_words
 from ..engine.replicas import Engine, Replicas
 from ..engine.synchronizer import Synchronizer
+from ..errors import RegionLostError
 from ..link.base import Link
 from ..link.ranks import SharedLink
-from ..link.records import Words
+from ..link.records import NOTHING_TO_SAY, Words
 from ..link.within import main_says
 from ..parts.tensors.memory import HOST
 from ..resolve import from_config, guard_of, settings
@@ -70,6 +71,7 @@ class Training:
     has_stages: bool
     finished: bool = False
     settings: dict[str, Any] = field(init=False)
+    _num_regions: int = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
     endings: Endings = field(init=False)
@@ -81,6 +83,7 @@ class Training:
         Raises CheckpointError if the regions cannot go on from there.
         """
         saved, link = start.saved, self.link
+        self._num_regions = link.most_regions
         self.started = start.started
         warn_of_losses(link, self.accelerator, self.config, self.max_steps)
         self.settings = settings(self.config)
@@ -93,6 +96,9 @@ class Training:
         if self.session is not None:
             self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
         self._go_on(saved)
+        if not link.is_elastic and len(link.parties) < self._num_regions:
+            lost, why = self._losses(link.parties)
+            raise RegionLostError(lost, f"{why}: nothing was trained. Start all regions again.")
 
     def load(self, saved: Saved) -> None:
         """Continue from a checkpoint whose weights the model already holds. A collective call.
@@ -126,7 +132,32 @@ class Training:
         parts = self.engine, self.inner, self.config, self.endings, self.journal
         recover(*parts, has_landed=words is not None, has_stages=self.has_stages)
         self.endings.after_step(self.inner_step, words)
+        if self.endings.verdict is None:
+            self.stop_if_lost(words)
         return words
+
+    def stop_if_lost(self, words: Words | None) -> bool:
+        """Stop here, where a landing shows that a region is lost and that ends the run; returns whether it is so. All others come
+        to this at the same step, with the same global params.
+
+        Raises RegionLostError where regions have pipeline stages: these may land at different steps, and none may end alone.
+        """
+        if words is None or self.link.is_elastic or len(words) >= self._num_regions:
+            return False
+        # a transfer that a checkpoint holds may be of fewer regions than are here now
+        self.link.gather(NOTHING_TO_SAY, f"who is left at step {self.inner_step}")
+        if len(self.link.parties) == self._num_regions:
+            return False
+        lost, why = self._losses(self.link.parties)
+        if self.has_stages:
+            raise RegionLostError(lost, f"{why}. Start all regions again with --resume.")
+        self.endings.lose(lost, why)
+        return True
+
+    def _losses(self, left: Collection[int]) -> tuple[int, str]:
+        """The first region that is not among those that are left, and the losses in words. A collective call of the ranks."""
+        why = self.say(lambda session: session.link.losses_in_words, "why a region is lost")
+        return min(set(range(self._num_regions)) - set(left)), why
 
     @property
     def inner_step(self) -> int:
@@ -145,7 +176,7 @@ class Training:
     @property
     def is_at_the_end(self) -> bool:
         """Whether every region is known to end at this step, so that the last round can take place."""
-        is_alone = self.link.num_regions == 1 and not self.link.is_elastic  # else others may come
+        is_alone = not self.link.is_elastic and self._num_regions == 1  # else others may come
         return self.is_all_made or is_alone or self.endings.verdict is not None
 
     @property

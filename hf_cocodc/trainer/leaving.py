@@ -104,8 +104,11 @@ def keeps_in_step(trainer: Trainer, error: BaseException) -> bool:
 
 
 def say_farewell(outer: OuterOptimizer) -> None:
-    """Raise RunStopped, or RunLeft, if the run has not finished; else InputError if the journal could not be written."""
+    """Raise RunStopped, RunLeft, or RegionLostError, if the run has not finished; else InputError if the journal could not be
+    written.
+    """
     if not outer.finished:
+        outer.raise_loss()
         step, why = outer.inner_step, outer.why
         stopped = RunStopped(
             farewell(

@@ -43,7 +43,7 @@ def hello(region: int, count: int) -> Hello:
         host=f"10.0.{region >> 8}.{region & 255}",
         machine=f"machine{region}",
         token=f"{region:064x}",
-        terms=Terms(count=count, elastic=True, most=count),
+        terms=Terms(count=count, most=count, wait_s=3600.0),
         compared={
             "method": "diloco",
             "model": {f"model.layers.{each}.weight": f"float32 [4096, {each}]" for each in range(NAMES)},

@@ -27,7 +27,7 @@ def hello(region: int, count: int = 2, elastic: bool = False, join: bool = False
         host=f"10.0.0.{region + 1}",
         machine=f"machine{region}",
         token=f"token{region}",
-        terms=Terms(count=count, elastic=elastic, most=count + 2),
+        terms=Terms(count=count, most=count + 2, wait_s=3600.0 * elastic),
         compared={**COMPARED, **compared},
     )
 

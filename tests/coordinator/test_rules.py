@@ -44,7 +44,7 @@ from hf_cocodc.net.members import Member
 
 
 def hello(region: int, elastic: bool = False, join: bool = False, count: int = 2) -> Hello:
-    terms = Terms(count=count, elastic=elastic, most=count)
+    terms = Terms(count=count, most=count, wait_s=3600.0 * elastic)
     token = f"token{region}"
     return Hello(region=region, join=join, host="h", machine="m", token=token, terms=terms, compared={})
 

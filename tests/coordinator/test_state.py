@@ -33,7 +33,7 @@ RUN = Run(
     run="run-1",
     generations=(Generation(2, "a"), Generation(3, "b")),
     earlier=("run-0",),
-    terms=Terms(count=2, elastic=True, grace_s=1.5),
+    terms=Terms(count=2, wait_s=60.0, grace_s=1.5),
     compared={"model": {"a": [1, 2]}},
     members=(A,),
     hosts={A: "10.0.0.1"},

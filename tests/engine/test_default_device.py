@@ -43,7 +43,7 @@ def default(device: str | None) -> Any:
 
 def over_tcp(body: Callable[[int, Link], Any], device: str, elastic: bool) -> list[Any]:
     """body(region, link) for two regions, each on a thread of its own, from their meeting on."""
-    terms = Terms(count=2, elastic=elastic, most=4, timeout_s=10.0)
+    terms = Terms(count=2, most=4, wait_s=3600.0 * elastic, timeout_s=10.0)
 
     def live(region: int) -> Any:
         with default(device), closing(linked(served.address, region, terms)) as link:

@@ -103,7 +103,7 @@ def met(
         compared={},
     )
     client.meet(hello, patience_s)
-    settings = {"connections": 2, "timeout_s": patience_s, "is_elastic": terms.elastic, **settings}
+    settings = {"connections": 2, "timeout_s": patience_s, **settings}
     return client, Wire(region, keys=keys, **settings)
 
 
@@ -123,7 +123,7 @@ class Regions:
 
     def __init__(self, count: int, elastic: bool = True) -> None:
         self.served = serve_in_thread()
-        self._terms = Terms(count=count, elastic=elastic, most=count + 2, timeout_s=SILENT_S)
+        self._terms = Terms(count=count, most=count + 2, wait_s=3600.0 * elastic, timeout_s=SILENT_S)
         self.links = at_once(*(partial(self.link, region) for region in range(count)))
 
     def link(self, region: int, join: bool = False) -> TcpLink:

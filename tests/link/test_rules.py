@@ -19,7 +19,6 @@ from hf_cocodc.coordinator.messages import (
     Gone,
     Hears,
     Here,
-    Noted,
     Paired,
     Place,
     Refuse,
@@ -79,7 +78,7 @@ class Process:
         self, elastic: bool = True, me: Member = A, standing: Standing = Standing.MEMBER, changes: int = 0
     ) -> None:
         roster = ALL if standing is Standing.MEMBER else ()
-        terms, hosts = Terms(count=3, elastic=elastic), dict.fromkeys((*ALL, me), "host")
+        terms, hosts = Terms(count=3, wait_s=3600.0 * elastic), dict.fromkeys((*ALL, me), "host")
         self.part = Part(
             me=me,
             terms=terms,
@@ -171,20 +170,6 @@ def test_words_of_another_attempt_change_nothing() -> None:
     ):
         assert process.do(event) == []
     assert process.part == before
-
-
-def test_in_a_fixed_run_nobody_waits_for_the_others_words() -> None:
-    """A call completes with its result, and every loss ends the run."""
-    process = Process(elastic=False)
-    process.do(Made("one"))
-    assert process.do(Held(1, 0)) == [Complete(call(1, "one", has=True))]
-    process.do(Made("two"), Made("three"))
-    assert process.do(Missed(2, 0, B, "it is cut off")) == [
-        Abandon(),
-        Fail(RegionLostError, "it is cut off", B),
-    ]
-    assert process.part.standing is Standing.OUT and not process.part.calls
-    assert process.do(Made("four"), Held(2, 0), Ticked(), asked(0)) == []
 
 
 # ---- losses
@@ -429,7 +414,7 @@ def here(member: Member) -> HeardFrom:
 def test_who_enters_connects_to_all() -> None:
     places = tuple(Place(each, "host") for each in ALL)
     welcome = Welcome(run="r", generation=FOURTH, me=NEW, joins=True, members=places, losses=2)
-    part = enter(welcome, Terms(count=3, elastic=True))
+    part = enter(welcome, Terms(count=3, wait_s=3600.0))
     assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)
     assert part.meeting == {*ALL} and part.generation == FOURTH and part.members == (NEW,)
     assert enter(structs.replace(welcome, me=A, joins=False), part.terms).roster == ALL
@@ -519,7 +504,7 @@ def test_why_a_process_is_lost_whose_connections_broke(
     broken_s: float, is_refused: bool, closed_at: float | None, why: str | None
 ) -> None:
     process = Process()
-    process.part = replace(process.part, terms=Terms(count=3, elastic=True, timeout_s=30.0))
+    process.part = replace(process.part, terms=Terms(count=3, wait_s=3600.0, timeout_s=30.0))
     if closed_at is not None:
         process.do(HeardFrom(Hears(member=B, hears=False), now=closed_at))
     assert why_lost(process.part, B, 100.0, is_refused, 100.0 + broken_s) == why
@@ -543,49 +528,50 @@ def test_a_suspect_is_missed_only_while_it_is_awaited() -> None:
     assert process.do(decided(0, 0, B))[0] == Drop(B, "it is cut off", is_late=True)
 
 
-def test_a_fixed_run_ends_with_the_lost_regions_own_words() -> None:
-    process = Process(elastic=False)
-    process.do(Made("one"), HeardFrom(Noted(region=1, text="its disk is full")))
-    *_, fails = process.do(HeardFrom(Suspect(member=B, op=1, how="silent", why="silent"), 1))
-    why = "region 1 left while region 0 waited for one: its disk is full"
-    assert fails == Fail(RegionLostError, why, B)
-
-
-def test_a_refusal_ends_an_elastic_part_and_no_fixed_one() -> None:
+def test_a_refusal_ends_a_part_unless_a_fixed_run_needs_no_coordinator() -> None:
     over, late = Refuse(error="RunOver", why="it has ended"), Refuse(error="LeftBehind", why="lost")
     assert Process().do(HeardFrom(over)) == [Fail(RunOver, "it has ended")]
-    assert Process().do(HeardFrom(late)) == [Fail(LeftBehind, "lost")]
-    assert Process(elastic=False).do(HeardFrom(late)) == []
+    for elastic in (True, False):
+        assert Process(elastic).do(HeardFrom(late)) == [Fail(LeftBehind, "lost")]
+    process = Process(elastic=False)
+    assert process.do(HeardFrom(over)) == [] and process.part.undecided == "it has ended"
+    process.do(Made("one"), Held(1, 0), AllHeld(1, 0))
+    assert process.part.done == 1
 
 
-def test_a_loss_that_nobody_decides_ends_in_the_end() -> None:
+@pytest.mark.parametrize(
+    ("elastic", "limit"), [(True, "regions.wait_s=600"), (False, "regions.timeout_s=120")]
+)
+def test_a_loss_that_nobody_decides_ends_in_the_end(elastic: bool, limit: str) -> None:
     """Only without a coordinator: one that answers has its own times."""
-    process = Process()
-    process.part = replace(process.part, wait_s=60.0)
-    process.do(Made("one"), Missed(1, 0, B, "silent"))
-    assert process.do(Waited(None, 0.0, 61.0)) == []
+    process = Process(elastic)
+    process.part = replace(process.part, terms=Terms(count=3, wait_s=600.0 * elastic))
+    process.do(Made("one"), Missed(1, 0, B, "it is silent. Look at it."))
+    assert process.do(Waited(None, 0.0, 900.0, 900.0)) == []
     process.do(Away())
-    assert process.do(Waited(None, 0.0, 59.0)) == []
-    [fails] = process.do(Waited(None, 0.0, 61.0))
-    assert isinstance(fails, Fail) and fails.error is LinkError and "regions.wait_s=60" in fails.why
+    undecided_s = 601.0 if elastic else 1.0
+    assert process.do(Waited(None, 0.0, undecided_s - 2, 900.0 if elastic else 119.0)) == []
+    [fails] = process.do(Waited(None, 0.0, undecided_s, 901.0))
+    assert isinstance(fails, Fail) and fails.error is RegionLostError and fails.member == B
+    assert "region 1 is lost (it is silent. Look at it)" in fails.why and limit in fails.why
 
 
 def test_a_coordinator_that_decides_nothing_is_named_with_its_reason() -> None:
     process = Process()
-    process.part = replace(process.part, wait_s=60.0)
-    process.do(Made("one"), Missed(1, 0, B, "silent"), HeardFrom(Waiting(why="it has not heard of region 1")))
-    [fails] = process.do(Waited(None, 0.0, 61.0))
-    assert isinstance(fails, Fail) and "has not decided for 61 s" in fails.why
+    process.do(Made("one"), HeardFrom(Ask(number=0)), HeardFrom(Waiting(why="it has not heard of region 1")))
+    [fails] = process.do(Waited(None, 0.0, 3601.0, 3601.0))
+    assert isinstance(fails, Fail) and "has not decided for 3601 s" in fails.why and fails.error is LinkError
     assert "it has not heard of region 1" in fails.why
 
 
-def test_a_fixed_run_without_a_coordinator_gives_up_a_region_that_is_stuck() -> None:
-    process = Process(elastic=False)
+@pytest.mark.parametrize("elastic", [True, False])
+def test_without_a_coordinator_a_region_that_is_stuck_is_missed_in_the_end(elastic: bool) -> None:
+    process = Process(elastic)
     process.do(Made("one"), Away())
     limit = process.part.terms.stuck_timeout_s
-    assert process.do(Waited(1, limit, 0.0)) == []
-    *_, fails = process.do(Waited(1, limit + 1, 0.0))
-    assert isinstance(fails, Fail) and fails.member == B
+    assert process.do(Waited(1, limit, 0.0, limit)) == []
+    assert process.do(Waited(1, limit + 1, 0.0, limit))[0] == Abandon()
+    assert list(process.part.missed) == [B]
 
 
 def test_what_a_process_says_of_itself() -> None:

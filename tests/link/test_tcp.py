@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch.__config__ import parallel_info
 
 from hf_cocodc.coordinator.messages import Ask, Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.errors import LinkError
 from hf_cocodc.link import rules, tcp
 from hf_cocodc.link.base import MeanRequest
 from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
@@ -50,22 +51,25 @@ def test_the_others_train_on_without_a_region_that_dies(name: str) -> None:
         assert re.fullmatch(r"region 1 is lost: .*its process has died", epochs[0]["why"])
 
 
-def test_a_region_that_dies_ends_a_fixed_run() -> None:
-    """The others name it, and quote its note."""
+def test_a_loss_is_decided_in_a_fixed_run_too() -> None:
+    """Who is left holds the same, and quotes the note of the lost region."""
     method = method_of("diloco")
 
-    def body(region: int, link: TcpLink) -> None:
+    def body(region: int, link: TcpLink) -> Trained:
         trained = Trained(link, method)
         for step in range(1, STEPS + 1):
             if (region, step) == (1, 4):
                 raise Died("its disk is full")
             trained.train(region)
+        trained.finish()
+        return trained
 
     found = Regions(3, elastic=False).run(body)
     assert isinstance(found.pop(1), Died)
-    for error in found.values():
-        assert isinstance(error, RegionLostError) and error.region == 1
-        assert "its disk is full" in str(error)
+    assert found[0].digests == found[2].digests
+    for trained in found.values():
+        [(_, facts)] = [each for each in trained.link.events if each[0] == "epoch"]
+        assert facts["members"] == [0, 2] and facts["why"] == "region 1 is lost: its disk is full"
 
 
 def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
@@ -161,7 +165,7 @@ def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back
     """After `regions.wait_s` the region ends with an error that says so. One without its memory waits for a member in vain."""
     regions = Regions(2)
     link = regions.links[0]
-    link._part = replace(link._part, wait_s=0.0)
+    link._part = replace(link._part, terms=structs.replace(link.terms, timeout_s=0.0, wait_s=0.1))
     regions.links[1]._client.close()
     regions.end_coordinator()
     until = time.monotonic() + 20

@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 def connect(region: int, count: int, address: str, **more: Any) -> TcpLink:
     """Meet the other regions at the coordinator, and connect to them."""
-    terms = Terms(count=count, elastic=True, most=count, **{"timeout_s": TIMEOUT_S, **more})
+    terms = Terms(count=count, most=count, wait_s=3600.0, **{"timeout_s": TIMEOUT_S, **more})
     return linked(address, region, terms, patience_s=TIMEOUT_S)
 
 

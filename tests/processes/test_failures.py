@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.snapshot.folders import usable
 from tests.processes.launching import ROOT, environment
 
 RECIPE = str(ROOT / "recipes" / "quickstart" / "diloco.yaml")
@@ -63,7 +65,7 @@ def training_processes(parent: int) -> dict[int, psutil.Process]:
 
 @pytest.mark.slow
 def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
-    """SIGKILL of region 1 ends region 0 with a message that names region 1: it has not waited for the time-out."""
+    """SIGKILL of region 1 ends region 0 with a checkpoint, and a message that names region 1, without a time-out."""
     run = start(tmp_path)
     wait_for_step(run, tmp_path)
     training_processes(run.pid)[1].kill()
@@ -71,9 +73,11 @@ def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "error: [region 1] was killed" in errors
     assert (
-        "error: [region 0] region 1 closed its connection while region 0 waited for fragment 0 sent at step"
+        "error: [region 0] region 1 is lost: region 1 closed its connection while region 0 waited for"
         in errors
     )
+    [step] = re.findall(r"This region has saved checkpoint-(\d+)", errors)
+    assert [int(step)] == [*usable(tmp_path / "region-0")]
     assert "Traceback" not in errors
 
 
@@ -87,9 +91,8 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     frozen.send_signal(signal.SIGSTOP)
     _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
-    assert "region 1 sent nothing while region 0 waited for fragment 0 sent at step" in errors
-    assert "it has given no heartbeat for" in errors
-    assert "(regions.timeout_s=4)" in errors
+    assert "error: [region 0] region 1 is lost: it has given no heartbeat for" in errors
+    assert "(regions.timeout_s=4)" in errors and "This region has saved checkpoint-" in errors
     assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "nothing is left behind"
 
 

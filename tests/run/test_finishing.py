@@ -29,7 +29,7 @@ class Region(OuterOptimizer):
 
     def __init__(self, come_back: Any) -> None:
         self.calls: list[str] = []
-        nothing: Any = SimpleNamespace(verdict=None, word=None, note_saved_everywhere=print)
+        nothing: Any = SimpleNamespace(verdict=None, lost=None, word=None, note_saved_everywhere=print)
         checks = SimpleNamespace(refuse=lambda: None)
         inner: Any = SimpleNamespace(refuse_uncounted=lambda inner_step: None, copies=checks)
         link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)

@@ -84,6 +84,11 @@ class Checks:
         if asked != marker.submitted:
             raise Violation(f"{process.me} has followed {asked} calls of {marker.submitted}")
 
+    def saved(self, process: "Process") -> None:
+        """Where a loss ends the run, all who are left save the same, at the same step."""
+        flights = tuple((each.number, process.results[each.number].digest) for each in process.flights)
+        self._same(process, "checkpoint", (), (process.step, tuple(process.values), flights))
+
     def compared(self, process: "Process", number: int) -> None:
         self._same(process, "end", (), (number, tuple(process.values), process.step))
         if process.part.standing is Standing.MEMBER and number != process.part.submitted:

@@ -63,7 +63,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
     """All have met, and nothing has been sent."""
     members = tuple(Member(region, region + 1) for region in range(count))
     seats = {each.ticket: Seat(member=each, since=0.0, heard_at=0.0) for each in members}
-    terms = Terms(count=count, elastic=True, most=count)
+    terms = Terms(count=count, most=count, wait_s=3600.0)
     run = Run(
         name="run",
         run="1",

@@ -77,6 +77,7 @@ class Process(Shell):
         self._asked = 0
         self._admitted_at: int | None = None
         self._has_left = False
+        self.num_landed = self.world.plan.regions
 
     def poke(self) -> None:
         """Go on with the training loop, as far as it need not wait."""
@@ -137,6 +138,9 @@ class Process(Shell):
                 except LeftBehind as error:
                     if self.leaves:
                         raise Finished("left", "the others have gone on") from None
+                    if not self.terms.is_open:
+                        self.world.checks.left_behind(self)
+                        raise Finished("over", f"the others have ended without it: {error}") from None
                     self.world.tell(self, f"is left behind: {error}")
                     self.world.checks.left_behind(self)
                     if len(self.ranks) > 1:
@@ -221,7 +225,7 @@ class Process(Shell):
 
     def _tick(self) -> None:
         """Changes count from the next inner step on; the log has all up to the one before."""
-        if self.part.standing is Standing.MEMBER and self.part.terms.elastic:
+        if self.part.standing is Standing.MEMBER:
             admitted = self.feed(rules.Ticked())
             if self.has_moved or admitted:
                 self.has_moved = False
@@ -246,9 +250,10 @@ class Process(Shell):
             yield from self._until(lambda: all(flight.number in each.results for each in self.ranks))
             result = result._replace(knows=min(each.results[flight.number].knows for each in self.ranks))
         self.flights.remove(flight)
+        self.num_landed = len(result.members)
         self.values[fragment] = hash((self.values[fragment], result.digest))
         self.world.checks.landed(self, flight, self.values[fragment], result)
-        if self.part.standing is Standing.MEMBER and self.part.terms.elastic:
+        if self.part.standing is Standing.MEMBER:
             self.feed(rules.Landed(result.knows, result.changes))
             self.has_moved = True
         self._has_left = flight.leaves and self.part.is_leaving
@@ -282,7 +287,10 @@ class Process(Shell):
             self._admitted_at = None
             self._end_log()
         yield from self._stop_if_agreed()
-        if self.step >= self.world.plan.steps or not self.terms.elastic:
+        if self.step >= self.world.plan.steps:
+            return
+        yield from self._stop_if_too_few()
+        if not self.terms.is_open:
             return
         while self.wants:
             yield from self._give_base(self.wants.pop(0))
@@ -326,6 +334,15 @@ class Process(Shell):
             raise Finished("stopped", "as asked")
         self.passed = self.step
 
+    def _stop_if_too_few(self) -> Generator[Any, None, None]:
+        """Stop with a checkpoint where a landing shows that too few are left, and nobody may come in."""
+        if self.terms.is_open or self.num_landed >= self.terms.least:
+            return
+        for flight in self.flights:
+            yield from self._result(flight.number)
+        self.world.checks.saved(self)
+        raise Finished("stopped", "a region is lost")
+
     def _finish(self) -> Generator[Any, None, None]:
         """The end of the run: land all, send and land once more, and compare."""
         for flight in list(self.flights):
@@ -333,6 +350,7 @@ class Process(Shell):
         for fragment in range(self.world.plan.fragments):
             self._send(fragment)
             yield from self._land(fragment)
+        yield from self._stop_if_too_few()
         number = self._call("comparison")
         yield from self._result(number)
         self.world.checks.compared(self, number)

@@ -52,7 +52,7 @@ class Undecided(Exception):
 
 
 class Lost(Exception):
-    """A fixed run has lost a region, or the run is over."""
+    """The run is over."""
 
 
 class Result(NamedTuple):
@@ -131,7 +131,7 @@ class Shell(Actor):
         self.has_moved = self.leaves = self.over = False
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
-        self._wait_s, self._frozen_at = _FIRST_WAIT_S, self.network.now
+        self._wait_s, self._frozen_at, self._answered_at = _FIRST_WAIT_S, self.network.now, self.network.now
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
 
@@ -144,7 +144,7 @@ class Shell(Actor):
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
         self.me, self.has_started = welcome.me, True
-        self.part = enter(welcome, self.terms, str(self.region), WAIT_S)
+        self.part = enter(welcome, self.terms, str(self.region))
         if self.lane == 0 and len(self.ranks) > 1:
             self.voice = Voice(num_ranks=len(self.ranks), losses=welcome.losses)
             for rank in self.ranks[1:]:
@@ -189,7 +189,8 @@ class Shell(Actor):
                     self.world.checks.switched(self, joined, left)
                     admitted = tuple(member.ticket for member in joined)
                 case rules.Fail(error, why):
-                    kinds = {errors.LeftBehind: LeftBehind, errors.LinkError: Undecided}
+                    undecided = dict.fromkeys((errors.LinkError, errors.RegionLostError), Undecided)
+                    kinds = {errors.LeftBehind: LeftBehind, **undecided}
                     self.fail(kinds.get(error, Lost)(why))
         if self.part.losses != before.losses and self.part.standing is Standing.MEMBER:
             self.has_moved = True
@@ -239,8 +240,6 @@ class Shell(Actor):
         begin = hand.begin
         if self.hand is not hand or not hand.has_begun:
             return
-        if hand.is_held and not self.terms.elastic:
-            return  # nobody says "have" in a fixed run: who has the result needs nobody any more
         missing = self._missing(hand)
         if missing and missing[0] != hand.awaits:
             hand.awaits, hand.awaits_since = missing[0], self.network.now
@@ -282,7 +281,7 @@ class Shell(Actor):
         knows, digest = min(hand.trailers.values()), hash((begin.number, begin.parties))
         self._found[begin.number] = Result(digest, knows, self.part.calls[0].changes, begin.parties)
         self.feed(rules.Held(begin.number, begin.losses))
-        if self.terms.elastic and self.hand is hand:
+        if self.hand is hand:
             for other in begin.parties:
                 if other in self.pairs:
                     self.pairs[other].send(self, ("have", begin.number, begin.losses, 0))
@@ -449,10 +448,12 @@ class Shell(Actor):
         self.later(BEAT_S, lambda: self._beat(beats))
         connection, now = self.connection, self.network.now
         self.ask_to_stop()
+        if self.part.answers:
+            self._answered_at = now
         if not self.part.frozen or self.part.answers:
             self._frozen_at = now
         waited_s = 0.0 if self.awaits is None or self.hand is None else now - self.hand.awaits_since
-        self.feed(rules.Waited(self.awaits, waited_s, now - self._frozen_at))
+        self.feed(rules.Waited(self.awaits, waited_s, now - self._frozen_at, now - self._answered_at))
         if self.lane:
             self.send(self._beat_now())
         if connection is None:

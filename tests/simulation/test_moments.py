@@ -141,6 +141,33 @@ def test_a_decision_that_one_member_alone_has_heard() -> None:
         _ends(_with(_THREE, seed, *faults, steps=24))
 
 
+@pytest.mark.parametrize("overlap", [0, 2, 4])
+def test_a_kill_at_any_moment_stops_a_fixed_run_with_equal_checkpoints(overlap: int) -> None:
+    for seed, at in _moments(1.6, _END + 1.0, 32):
+        ends = _ends(_with(_THREE, seed, Fault(at, "kill", 1), elastic=False, overlap=overlap))
+        assert ends[0] == ends[2] and ends[0] in (["stopped"], ["finished"]), at
+        assert ends[0] == ["stopped"] or at > 10.0, at
+
+
+@pytest.mark.parametrize("kind", ["freeze", "cut"])
+def test_a_region_that_is_away_for_long_ends_a_fixed_run(kind: str) -> None:
+    """It hears so when it is back. Nobody comes in meanwhile."""
+    for seed, at in _moments(2.0, 10.0, 8):
+        faults = Fault(at, kind, 2, -1 if kind == "freeze" else 1, 25.0), Fault(at + 12.0, "start", 2)
+        ends = _ends(_with(_THREE, seed, *faults, elastic=False))
+        assert ends[0] == ends[1] == ["stopped"] and ends[2][0] == "over" and ends[2][1] == "failed", at
+
+
+def test_a_fixed_run_whose_coordinator_dies_with_a_region_ends_soon() -> None:
+    for seed, at in _moments(2.0, 9.0, 8):
+        faults = Fault(at, "kill", 0), Fault(at, "kill_coordinator", seconds=1000.0)
+        world = World(_with(_THREE, seed, *faults, elastic=False))
+        world.last_fault_at = at
+        world.run()
+        assert [each.how for each in world.processes] == ["killed", "undecided", "undecided"], at
+        assert world.network.now < at + 60.0
+
+
 @pytest.mark.parametrize("kind", ["kill", "freeze", "kill_coordinator"])
 def test_two_regions_of_two_lanes_end_together(kind: str) -> None:
     """FSDP2: a rank that fails ends its region."""

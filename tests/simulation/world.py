@@ -13,7 +13,7 @@ from .checks import Checks, Violation
 from .coordinating import COORDINATOR, Coordinator
 from .network import Actor, Connection, Network
 from .process import START_S, Process
-from .shell import Shell
+from .shell import WAIT_S, Shell
 
 PAIR_S = 8.0
 """Seconds for which two processes try to connect."""
@@ -54,6 +54,7 @@ class Plan:
     Attributes:
         seed: of all delays.
         regions: with which the run begins.
+        elastic: whether it goes on without a lost region.
         most: `regions.max`.
         lanes: runs side by side, whose processes of a region end together.
         steps, interval, fragments, overlap: of the schedule of transfers.
@@ -103,8 +104,9 @@ class World:
         self.network = Network(plan.seed)
         self.terms = Terms(
             count=plan.regions,
-            elastic=plan.elastic,
-            most=max(plan.most, plan.regions),
+            least=1 if plan.elastic else plan.regions,
+            most=max(plan.most, plan.regions) if plan.elastic else plan.regions,
+            wait_s=WAIT_S if plan.elastic else 0.0,
             timeout_s=8.0,
             stuck_timeout_s=60.0,
             grace_s=plan.grace_s,
@@ -210,7 +212,7 @@ class World:
     def has_ended(self, process: Process) -> None:
         """The ranks of a region end with any of them that fails."""
         takes_part = all(rank.takes_part for rank in process.ranks)
-        if process.how == "failed" and process.is_well and self.plan.elastic and takes_part:
+        if process.how == "failed" and process.is_well and takes_part:
             raise Violation(f"region {process.region} fails, and nothing was wrong with it: {process.why}")
         if process.how in ("failed", "over", "undecided"):
             for other in process.ranks:
