@@ -230,8 +230,8 @@ def _train(
     def tell(failed: launch.RegionProcess, left_s: float) -> None:
         """Say why nothing trains."""
         display.say(
-            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: they end within "
-            f"{left_s:.0f} s."
+            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: they save a "
+            f"checkpoint, and end within {left_s:.0f} s."
         )
 
     try:

@@ -97,9 +97,10 @@ class MeanRequest:
 class Link(Protocol):
     """Reaches the same lane of every other region. All regions make the same calls in the same order.
 
-    The regions may change during a run (`is_elastic`): one is lost, leaves or comes in. A region keeps its id `region`. Each
-    call has its own members: those that were there when it was made, less those that were lost before it ended. They are equal
-    in all regions, while `members`, which shows what this region knows now, may differ at any one moment.
+    The regions may change during a run: one is lost, or, where that does not end the run (`is_elastic`), leaves or comes in. A
+    region keeps its id `region`. Each call has its own members: those that were there when it was made, less those that were
+    lost before it ended. They are equal in all regions, while `members`, which shows what this region knows now, may differ at
+    any one moment.
     """
 
     region: int
@@ -111,7 +112,7 @@ class Link(Protocol):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the regions may change during the run."""
+        """Whether regions may come in and leave while the run trains."""
         ...
 
     @property

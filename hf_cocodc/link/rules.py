@@ -449,6 +449,11 @@ class _MemberWork:
             said = "answered" if not state.undecided else "decided"
             way_out = state.undecided or "Start it again with its state file"
             limit = f"wait_s={terms.wait_s:g}" if terms.is_open else f"timeout_s={terms.timeout_s:g}"
+            saves = (
+                ""
+                if terms.is_open
+                else " It saves no checkpoint of this step: others may hold other results."
+            )
             lost = min(state.missed, default=None)
             known = (
                 "" if lost is None else f"region {lost.region} is lost ({state.missed[lost].rstrip('. ')}). "
@@ -456,7 +461,7 @@ class _MemberWork:
             self.fail(
                 LinkError if lost is None else RegionLostError,
                 f"{known}Region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
-                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}, then all regions with --resume.",
+                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}, then all regions with --resume.{saves}",
                 lost,
             )
         if call is None or waited.waited_s <= terms.stuck_timeout_s:

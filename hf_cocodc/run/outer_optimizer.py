@@ -408,6 +408,7 @@ class OuterOptimizer:
             tokens: of this rank's micro-batch; needed at every call with `weights=tokens`, otherwise not used.
         """
         if self.should_stop:
+            self.raise_loss()
             length = f" (max_steps={self.training.max_steps})" if self.training.is_all_made else ""
             raise InputError(
                 f"step() after the run has ended at step {self.inner_step}{length}. Leave the loop when outer.should_stop is "

@@ -327,8 +327,8 @@ def check(
         return
     if len(facts.members) != link.num_regions:
         logger.warning(
-            "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "
-            "all. Unsent steps and residuals of regions that left are lost.",
+            "resuming %d regions as %d: unsent steps and residuals of regions that were lost or left are lost. If regions.count "
+            "has changed, the data is divided again, and in this epoch some samples are seen twice and some not at all.",
             *(len(facts.members), link.num_regions),
         )
     if facts.taken_over:

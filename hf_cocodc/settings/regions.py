@@ -116,8 +116,8 @@ class RegionConfig(Settings):
         default="auto",
     )
     on_loss: str | None = setting(
-        "What the others do when a region is lost: stop, or continue without it until it comes back. By default continue if "
-        "min is given, otherwise stop.",
+        "What the others do when a region is lost: stop at one step with a checkpoint, from which all resume, or continue "
+        "without it until it comes back. By default continue if min is given, otherwise stop.",
         among("stop", "continue"),
     )
     min: int | None = setting(

@@ -80,6 +80,8 @@ def loop(
             schedule.step()
             if saves and outer.inner_step % saves == 0:
                 accelerator.save_state(str(home / f"saved-{region}"))
+        if saves and outer.verdict == "stop":
+            accelerator.save_state(str(home / f"saved-{region}"))
         lr, count, verdict = schedule.get_last_lr()[0], outer.inner_step, outer.verdict
     facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": verdict, "why": outer.why}
     weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])

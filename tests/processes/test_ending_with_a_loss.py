@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_cocodc.snapshot import manifest
 from hf_cocodc.snapshot.folders import usable
-from tests.processes.coming_worker import events, trainer
+from tests.processes.coming_worker import events, loop, trainer
 from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 
 ALONE = None
@@ -43,3 +45,18 @@ def test_a_region_that_is_killed_ends_the_run_with_checkpoints(method: str, tmp_
     found = again.results(0, 1, 2)
     assert {each["began_at"] for each in found} == {step}
     assert all(torch.equal(each["weights"], found[0]["weights"]) for each in found)
+
+
+@pytest.mark.slow
+def test_a_region_that_is_frozen_for_too_long_hears_that_the_run_has_ended(tmp_path: Path) -> None:
+    """The other saves in a loop of its own."""
+    run = Run(tmp_path, 2, loop, 400, 0.02, "streaming", ALONE, saves=1000, timeout_s=2.0)
+    run.wait_for_step(1, 9)
+    run.send(1, signal.SIGSTOP)
+    [output] = ends(run, 0)
+    assert "region 1 is lost: it has given no heartbeat for" in output
+    assert manifest.damage(tmp_path / "saved-0") is None and "This region has saved checkpoint-" in output
+    run.send(1, signal.SIGCONT)
+    [output] = ends(run, 1)
+    assert "LeftBehind: the other regions have ended without region 1: " in output
+    assert not (tmp_path / "saved-1").exists()

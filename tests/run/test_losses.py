@@ -1,0 +1,56 @@
+"""What the loss of a region does to a run that ends with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.errors import InputError, RegionLostError
+from hf_cocodc.run.endings import loss_in_words
+from hf_cocodc.run.session import keep
+from tests.link.memory import Regions
+from tests.toys import llama
+
+
+def test_a_region_that_is_lost_before_training_ends_the_start() -> None:
+    """Nothing is trained by fewer than were to begin."""
+    regions = Regions(3, elastic=False)
+    keep(regions.links[0], cast(Any, SimpleNamespace(link=regions.links[0])))
+    regions.links[1].close("its disk is full")
+    accelerator, model = Accelerator(cpu=True), llama(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    regions.links[2].close("it gives up")
+    with pytest.raises(
+        RegionLostError, match=r"region 1 is lost: its disk is full; region 2 .*: nothing was trained"
+    ) as caught:
+        OuterOptimizer(accelerator, model, optimizer, OuterConfig(sync_interval=2), link=regions.links[0])
+    assert caught.value.region == 1
+    regions.end()
+
+
+def test_a_loop_that_does_not_look_hears_of_the_loss_at_its_next_step() -> None:
+    """And not that it has called `step` too often."""
+    outer: Any = SimpleNamespace(should_stop=True, raise_loss=lambda: None, inner_step=7)
+    outer.training = SimpleNamespace(is_all_made=False)
+    with pytest.raises(InputError, match="after the run has ended"):
+        OuterOptimizer.step(outer)
+
+    def loses() -> None:
+        raise RegionLostError(1, "region 1 is lost")
+
+    outer.raise_loss = loses
+    with pytest.raises(RegionLostError):
+        OuterOptimizer.step(outer)
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_what_a_region_says_names_the_way_out_and_what_is_saved(has_saved: bool) -> None:
+    said = loss_in_words(12, "region 1 is lost: its disk is full", has_saved)
+    assert said.startswith("region 1 is lost: its disk is full. The other regions have ended at step 12")
+    assert ("has saved checkpoint-12" in said) is has_saved and "--resume" in said
