@@ -235,6 +235,52 @@ class FixedMembers:
         """Nothing changes."""
 
 
+class Passing:
+    """What a link passes on to the one behind it, `_link`. A rank without one reaches nobody, and knows of nothing."""
+
+    members: tuple[int, ...]
+    _link: Link | None
+    _most = 0
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.members)
+
+    @property
+    def most_regions(self) -> int:
+        return self._most if self._link is None else self._link.most_regions
+
+    @property
+    def knows(self) -> int:
+        return 0 if self._link is None else self._link.knows
+
+    @property
+    def awaits(self) -> int | None:
+        return None if self._link is None else self._link.awaits
+
+    def landed(self, arrival: Arrival) -> None:
+        if self._link is not None:
+            self._link.landed(arrival)
+
+    def tick(self, inner_step: int) -> None:
+        if self._link is not None:
+            self._link.tick(inner_step)
+
+    def count_broadcasts(self) -> int:
+        return 0 if self._link is None else self._link.count_broadcasts()
+
+    def leave_note(self, reason: str) -> None:
+        if self._link is not None:
+            self._link.leave_note(reason)
+
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        return None if self._link is None else self._link.note_of(region, wait_s)
+
+    def close(self, reason: str | None = None) -> None:
+        if self._link is not None:
+            self._link.close(reason)
+
+
 class ArrivedHandle:
     """The handle of an arrival that is already here."""
 

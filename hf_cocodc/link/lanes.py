@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..parts.tensors.memory import HOST
-from .base import Arrival, Handle, Link, MeanRequest
+from .base import Arrival, Handle, Link, MeanRequest, Passing
 from .group import RegionGroup
 from .log import Marker
 from .records import Record, Trailer, from_numbers
@@ -30,7 +30,7 @@ _SETTLED = {
 _FAILURES = LinkError, DonorLost, LeftBehind, RunOver
 
 
-class LaneLink:
+class LaneLink(Passing):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
     Decisions need numbers that are equal in all lanes: norms of whole tensors, trailers, and who takes part. The region's own
@@ -50,36 +50,17 @@ class LaneLink:
         self.lane, self.num_lanes = lane, num_lanes
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
-        self._link = link
+        self._link: Link = link
         self._device, self._group = device, group
         self.members = link.members
         self._may_lose = isinstance(link, TcpLink)
 
     @property
-    def num_regions(self) -> int:
-        return len(self.members)
-
-    @property
-    def most_regions(self) -> int:
-        return self._link.most_regions
-
-    @property
     def parties(self) -> tuple[int, ...]:
         return self._link.parties
 
-    @property
-    def knows(self) -> int:
-        return self._link.knows
-
     def takes_part(self) -> bool:
         return self._link.takes_part()
-
-    @property
-    def awaits(self) -> int | None:
-        return self._link.awaits
-
-    def landed(self, arrival: Arrival) -> None:
-        self._link.landed(arrival)
 
     def mean(self, request: MeanRequest) -> Handle:
         return _LaneHandle(self, self._link.mean(request))
@@ -103,9 +84,6 @@ class LaneLink:
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.all_ranks(lambda: self._link.broadcast(flat, what, source))
 
-    def count_broadcasts(self) -> int:
-        return self._link.count_broadcasts()
-
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         records = self.all_ranks(lambda: self._link.gather(record, what))
         if self._may_lose:
@@ -120,15 +98,6 @@ class LaneLink:
         if group.rank and isinstance(link, TcpLink) and link.num_calls < group.heard:
             link.led(group.heard)
         return result
-
-    def leave_note(self, reason: str) -> None:
-        self._link.leave_note(reason)
-
-    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
-        return self._link.note_of(region, wait_s)
-
-    def close(self, reason: str | None = None) -> None:
-        self._link.close(reason)
 
     def all_ranks(self, call: Callable[[], T]) -> T:
         """What a call over this rank's lane returns, if it fails in no rank: where a region may come back, all ranks do.

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Arrival, Handle, Link, MeanRequest
+from .base import Handle, Link, MeanRequest, Passing
 from .group import RegionGroup
 from .log import Marker
 from .records import Record, from_numbers
@@ -17,15 +17,7 @@ from .stopping import StopAgreement
 T = TypeVar("T")
 
 
-class _News(NamedTuple):
-    """What the leader tells of the run with each call."""
-
-    members: Sequence[int]
-    parties: Sequence[int]
-    takes_part: bool
-
-
-class SharedLink:
+class SharedLink(Passing):
     """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, and tells the others.
 
     All ranks call `lead`, `gather` and `broadcast` together. Transfers are the leader's alone: its engine has `leader_link`.
@@ -53,42 +45,15 @@ class SharedLink:
         self.timing = "measured"
         self.agreement: StopAgreement | None = None
         self.heard: Any = None
-        self._count, everybody = num_regions, range(num_regions)
-        self._news = _News(everybody, everybody, takes_part=True)
+        self.members = self.parties = tuple(range(num_regions))
+        self._most, self._takes_part = num_regions, True
         self._link, self._group = leader_link, group
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(self._news.members)
-
-    @property
-    def num_regions(self) -> int:
-        return len(self._news.members)
-
-    @property
-    def most_regions(self) -> int:
-        return self._count if self._link is None else self._link.most_regions
-
-    @property
-    def parties(self) -> tuple[int, ...]:
-        return tuple(self._news.parties)
-
-    @property
-    def knows(self) -> int:
-        return 0 if self._link is None else self._link.knows
-
     def takes_part(self) -> bool:
-        return self._news.takes_part
-
-    @property
-    def awaits(self) -> int | None:
-        return None if self._link is None else self._link.awaits
+        return self._takes_part
 
     def mean(self, request: MeanRequest) -> Handle:
         return self._own.mean(request)
-
-    def landed(self, arrival: Arrival) -> None:
-        self._own.landed(arrival)
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -96,16 +61,9 @@ class SharedLink:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def tick(self, inner_step: int) -> None:
-        if self._link is not None:
-            self._link.tick(inner_step)
-
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.lead(lambda link: link.broadcast(flat, what, source), what)
         flat.copy_(self.share(flat.to(self.device)))
-
-    def count_broadcasts(self) -> int:
-        return 0 if self._link is None else self._link.count_broadcasts()
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         kind = type(record)
@@ -127,17 +85,6 @@ class SharedLink:
         self.lead(lambda link: link.apply(marker), "the way in", bool)  # type: ignore[attr-defined]
         return bool(self.heard)
 
-    def leave_note(self, reason: str) -> None:
-        if self._link is not None:
-            self._link.leave_note(reason)
-
-    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
-        return None if self._link is None else self._link.note_of(region, wait_s)
-
-    def close(self, reason: str | None = None) -> None:
-        if self._link is not None:
-            self._link.close(reason)
-
     def lead(
         self, call: Callable[[Link], T], what: str, news: Callable[[T], Any] = lambda result: None
     ) -> T | None:
@@ -151,8 +98,8 @@ class SharedLink:
             return [*map(list, (link.members, link.parties)), link.takes_part()], news(result)
 
         result = self._group.lead(lambda: call(self._own), what, tell)
-        run, self.heard = self._group.heard
-        self._news = _News(*run)
+        (members, parties, self._takes_part), self.heard = self._group.heard
+        self.members, self.parties = tuple(members), tuple(parties)
         return result
 
     def share(self, tensor: Tensor) -> Tensor:
