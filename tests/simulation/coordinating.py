@@ -87,9 +87,8 @@ class Coordinator(Actor):
             self._step(connection.about, Ended(number))
 
     def _tick(self) -> None:
-        for name, state in list(self.runs.items()):
-            if _waits(state):
-                self._step(name, Tick())
+        for name in list(self.runs):
+            self._step(name, Tick())
         self.later(_TICK_S, self._tick)
 
     def _step(self, name: str, event: rules.Event) -> None:
@@ -108,19 +107,3 @@ class Coordinator(Actor):
                     connection.send(self, message)
                     if isinstance(message, Refuse):
                         self.later(_FAREWELL_S, partial(self._end, connection))
-
-
-def _waits(state: Run) -> bool:
-    """Whether time alone may change something."""
-    return bool(
-        state.hellos
-        or state.asked_at is not None
-        or state.question is not None
-        or state.newcomers
-        or state.uncalled
-        or (
-            state.alone_since is None
-            and not any(seat.member in state.expected for seat in state.seats.values())
-        )
-        or any(seat.beat.awaits is not None for seat in state.seats.values())
-    )

@@ -9,32 +9,9 @@ from typing import NamedTuple
 
 from .world import Fault, Plan, World
 
-_KINDS = (
-    *(
-        "kill",
-        "kill",
-        "restart",
-        "restart",
-        "freeze",
-        "freeze",
-        "cut",
-        "cut",
-        "leave",
-        "leave",
-        "join",
-        "join",
-    ),
-    *(
-        "kill_coordinator",
-        "kill_coordinator",
-        "freeze_coordinator",
-        "second_coordinator",
-        "twins",
-        "crash",
-        "flap",
-        "stop",
-    ),
-)
+_OFTEN = "kill", "restart", "freeze", "cut", "leave", "join", "kill_coordinator"
+_SELDOM = "freeze_coordinator", "second_coordinator", "twins", "crash", "flap", "stop"
+_KINDS = (*(kind for kind in _OFTEN for _ in range(2)), *_SELDOM)
 
 
 class Outcome(NamedTuple):
