@@ -5,13 +5,14 @@ What is received is checked: each value has its type and range, and there are no
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import LinkError, short, shown
-from ..net.members import Member
+from ..net.members import Member, Whereabouts
 from ..net.validation import MOST
 from ..settings.regions import MOST_REGIONS
 
@@ -36,14 +37,24 @@ class Generation(NamedTuple):
     name: Text
 
 
+MOST_LANES = 4096
 NO_GENERATION = Generation(0, "")
 
 
+Lanes = Annotated[tuple[Whereabouts, ...], Meta(min_length=1, max_length=MOST_LANES)]
+"""Of a region, where each of its processes listens that has connections of its own."""
+
+
+def host_of(lanes: Sequence[Whereabouts]) -> str:
+    """The first address of a region's leader, for people; empty if it is unknown."""
+    return lanes[0].addresses[0][0] if lanes else ""
+
+
 class Place(NamedTuple):
-    """A member, and the address of its machine that others reach."""
+    """A member, and how others reach it."""
 
     member: Member
-    host: Text
+    lanes: Lanes
 
 
 class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,14 +94,15 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         join: whether it is to enter a run that trains.
-        host: address of its machine that others reach; `machine` is its name, for messages.
+        lanes: how others reach it.
+        machine: the name of its machine, for messages.
         token: random; no other process has it.
         compared: what must be equal in all regions (`hello.py`).
     """
 
     region: Whole
     join: bool
-    host: Text
+    lanes: Lanes
     machine: Text
     token: Text
     terms: Terms

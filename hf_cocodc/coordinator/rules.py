@@ -44,6 +44,7 @@ from .messages import (
     Hears,
     Hello,
     Here,
+    Lanes,
     Leave,
     LeaveNow,
     Note,
@@ -65,6 +66,7 @@ from .messages import (
     ToRegion,
     Waiting,
     Welcome,
+    host_of,
 )
 from .verdict import settle
 
@@ -189,7 +191,7 @@ class Run:
         terms, compared: equal in all regions.
         members: who takes part, as far as the members have shown.
         losses: decisions on losses so far; `decisions` has the newest.
-        hosts, tokens: of all members and newcomers; tokens as digests.
+        lanes, tokens: of all members and newcomers; tokens as digests.
         lost: tickets of all that were lost.
         changes: changes announced so far; those in `announced` may not be applied yet.
         applied: changes that members are known to have applied.
@@ -214,7 +216,7 @@ class Run:
     terms: Terms = Terms(count=1)
     compared: Mapping[str, Any] = field(default_factory=dict)
     members: tuple[Member, ...] = ()
-    hosts: Mapping[Member, str] = field(default_factory=dict)
+    lanes: Mapping[Member, Lanes] = field(default_factory=dict)
     tokens: Mapping[Member, str] = field(default_factory=dict)
     losses: int = 0
     lost: frozenset[int] = frozenset()
@@ -313,7 +315,7 @@ def kept(state: Run) -> Run:
 def restarted(state: Run, now: float) -> Run:
     """What a coordinator knows that has read the durable state at this time. No process has called yet."""
     newcomers = {
-        each: Newcomer(announced=each in state.expected) for each in state.hosts if each not in state.members
+        each: Newcomer(announced=each in state.expected) for each in state.lanes if each not in state.members
     }
     return replace(
         kept(state),
@@ -444,7 +446,7 @@ class _Work:
         state = self.state
         self.change(newcomers=_without(state.newcomers, newcomer))
         if not state.newcomers[newcomer].announced:
-            self.keep(each for each in state.hosts if each != newcomer)
+            self.keep(each for each in state.lanes if each != newcomer)
             self.tell(Gone(member=newcomer))
 
     def send_away(self, newcomer: Member, error: str, why: str) -> None:
@@ -542,13 +544,13 @@ class _Work:
             newcomers=newcomers,
             leavers=state.leavers - left,
         )
-        self.keep(each for each in state.hosts if each not in left)
+        self.keep(each for each in state.lanes if each not in left)
 
     def keep(self, members: Iterable[Member]) -> None:
         """Forget all processes but these."""
         state, stay = self.state, {*members}
         self.change(
-            hosts={each: host for each, host in state.hosts.items() if each in stay},
+            lanes={each: lanes for each, lanes in state.lanes.items() if each in stay},
             tokens={each: token for each, token in state.tokens.items() if each in stay},
             pairs=frozenset(pair for pair in state.pairs if stay.issuperset(pair)),
             uncalled=state.uncalled & stay,
@@ -719,7 +721,7 @@ class _Work:
             missed={},
             asked_at=None,
         )
-        self.keep(each for each in state.hosts if each not in decision.lost)
+        self.keep(each for each in state.lanes if each not in decision.lost)
         self.tell(decided)
         if self.state.question is not None:
             self.answer(0)
@@ -784,7 +786,7 @@ class _Work:
             or rival is not None
             or any(seat.member.region == hello.region for seat in state.seats.values())
         ):
-            host = state.hosts.get(held or rival or Member(-1, -1), "?")
+            host = host_of(state.lanes.get(held or rival or Member(-1, -1), ())) or "?"
             self.wait(
                 who,
                 f"region {hello.region} is in run {state.name!r} already, as a process at {host}. If that has died, the others "
@@ -806,7 +808,7 @@ class _Work:
     def seat_newcomer(self, who: int, hello: Hello) -> None:
         state = self.state
         me = Member(hello.region, state.tickets + 1)
-        place = Place(me, hello.host)
+        place = Place(me, hello.lanes)
         self.tell(Here(place=place))
         self.change(
             tickets=me.ticket,
@@ -817,7 +819,7 @@ class _Work:
                 who: self.seat(me),
             },
             newcomers={**state.newcomers, me: Newcomer()},
-            hosts={**state.hosts, me: hello.host},
+            lanes={**state.lanes, me: hello.lanes},
             tokens={**state.tokens, me: _digest(hello.token)},
         )
         steps = [seat.beat.step for seat in state.seats.values()]
@@ -1046,7 +1048,7 @@ class _Work:
             terms=hellos[min(hellos)].terms,
             compared=hellos[min(hellos)].compared,
             members=members,
-            hosts={member: hellos[member.region].host for member in members},
+            lanes={member: hellos[member.region].lanes for member in members},
             tokens={member: _digest(hellos[member.region].token) for member in members},
             tickets=state.tickets + len(members),
             questions=state.questions,
@@ -1094,7 +1096,7 @@ class _Work:
                 self.send(who, _over(state.ended))
         elif member.ticket in state.lost:
             self.refuse(who, "LeftBehind", "the others have gone on without it")
-        elif member not in state.hosts:
+        elif member not in state.lanes:
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {member.region}")
         elif state.tokens.get(member) != _digest(back.token):
@@ -1192,7 +1194,7 @@ class _Work:
         return tuple(map(self.place, sorted(members)))
 
     def place(self, member: Member) -> Place:
-        return Place(member, self.state.hosts.get(member, ""))
+        return Place(member, self.state.lanes[member])
 
 
 def _named(members: Iterable[Member]) -> str:

@@ -25,6 +25,7 @@ from .messages import (
     ToRegion,
     Waiting,
     Ways,
+    host_of,
 )
 from .rules import (
     Came,
@@ -87,7 +88,7 @@ def _said(before: Run, event: Event) -> Iterator[str]:
 def _lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> Iterator[str]:
     has_begun = bool(after.run) and after.run != before.run
     if has_begun:
-        where = ", ".join(sorted({*after.hosts.values()}))
+        where = ", ".join(sorted({host_of(each) for each in after.lanes.values()}))
         yield f"{regions(after.members)} have met, from {where}; generation {after.generation.number}"
     yield from _waiting(before, after)
     if before.run == after.run:
@@ -103,7 +104,7 @@ def _waiting(before: Run, after: Run) -> Iterator[str]:
     for who, hello in after.hellos.items():
         if who not in before.hellos:
             does = "wants to join" if hello.join else f"of {hello.terms.count} waits for the others"
-            yield f"region {hello.region} {does}, from {hello.host} ({hello.machine})"
+            yield f"region {hello.region} {does}, from {host_of(hello.lanes)} ({hello.machine})"
 
 
 def _changes(before: Run, after: Run) -> Iterator[str]:
@@ -196,7 +197,11 @@ def overview(
             for member in state.members
         ],
         "newcomers": [
-            {"region": member.region, "ticket": member.ticket, "address": state.hosts.get(member, "")}
+            {
+                "region": member.region,
+                "ticket": member.ticket,
+                "address": host_of(state.lanes.get(member, ())),
+            }
             for member in sorted(state.newcomers)
             if member not in state.members
         ],
@@ -249,7 +254,7 @@ def _member(
     return {
         "region": member.region,
         "ticket": member.ticket,
-        "address": state.hosts.get(member, ""),
+        "address": host_of(state.lanes.get(member, ())),
         "step": 0 if seat is None else seat.beat.step,
         "behind": 0 if seat is None else _behind(seat, seats, now),
         "moved_s": 0.0 if seat is None else now - seat.moved_at,

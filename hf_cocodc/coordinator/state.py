@@ -64,8 +64,8 @@ class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     earlier: Several[Text]
     terms: Terms
     members: Several[Member]
-    hosts: Several[Place]
-    tokens: Several[Place]
+    lanes: Several[Place]
+    tokens: Several[tuple[Member, Text]]
     losses: Whole
     lost: Several[Whole]
     decisions: Several[Decided]
@@ -133,8 +133,8 @@ class StateFile:
         is_new = self._compared.get((key, state.name)) is not compared
         self._compared[key, state.name] = compared
         fields = {name: getattr(state, name) for name in DURABLE}
-        for name in ("hosts", "tokens"):
-            fields[name] = tuple(Place(*item) for item in fields[name].items())
+        for name in ("lanes", "tokens"):
+            fields[name] = tuple(fields[name].items())
         fields["lost"] = tuple(sorted(state.lost)[-MOST_REGIONS:])
         fields["compared"] = dict(compared) if is_new else None
         text = line_of(SavedRun(key=key, **fields), 1 << 40)
@@ -230,7 +230,7 @@ def _locked(path: Path) -> Any:
 
 def _state_of(saved: SavedRun, before: Run | None) -> Run:
     fields = {name: getattr(saved, name) for name in DURABLE}
-    for name in ("hosts", "tokens"):
+    for name in ("lanes", "tokens"):
         fields[name] = dict(fields[name])
     fields["lost"] = frozenset(saved.lost)
     if before is not None and saved.compared is None:

@@ -12,6 +12,7 @@ from ..coordinator.messages import (
     Beat,
     Change,
     Generation,
+    Lanes,
     Terms,
     Welcome,
 )
@@ -69,7 +70,7 @@ class Part:
         submitted, done: numbers of the last call that was made, and of the last that has completed.
         frozen: whether no call may complete before a decision.
         missed: members that this process misses, with the reason; `late`: those that are only late.
-        hosts: all processes that it knows; `gone` has those that have left before they came in.
+        lanes: how to reach all processes that it knows; `gone` has those that have left before they came in.
         paired: by region, the process to which this one is connected.
         meeting: processes to which it connects now; `unpaired`: why that has failed the last time.
         closed: processes that have closed their connections to the coordinator, and when.
@@ -98,7 +99,7 @@ class Part:
     frozen: bool = False
     missed: Mapping[Member, str] = field(default_factory=dict)
     late: frozenset[Member] = frozenset()
-    hosts: Mapping[Member, str] = field(default_factory=dict)
+    lanes: Mapping[Member, Lanes] = field(default_factory=dict)
     gone: frozenset[Member] = frozenset()
     paired: Mapping[int, Member] = field(default_factory=dict)
     meeting: frozenset[Member] = frozenset()
@@ -135,21 +136,21 @@ class Part:
 
     def is_there(self, member: Member) -> bool:
         """Whether a process takes part or is to come in, as far as this one knows."""
-        return member in self.hosts and member not in self.gone and member.ticket not in self.lost
+        return member in self.lanes and member not in self.gone and member.ticket not in self.lost
 
     def wants(self, other: Member) -> bool:
         """Whether a connection to a process is wanted: either end may have begun again meanwhile."""
-        newest = max((each for each in self.hosts if each.region == other.region), default=None)
+        newest = max((each for each in self.lanes if each.region == other.region), default=None)
         return other != self.me and other == newest and self.is_there(other)
 
     def is_paired(self, other: Member) -> bool:
         return self.paired.get(other.region) == other
 
 
-def enter(welcome: Welcome, terms: Terms, host: str = "") -> Part:
+def enter(welcome: Welcome, terms: Terms) -> Part:
     """The part of a process that has met the others, or that joins. It is to connect to all in `meeting`."""
     members = tuple(place.member for place in welcome.members)
-    hosts = {place.member: place.host for place in (*welcome.members, *welcome.others)}
+    lanes = {welcome.me: (), **dict((*welcome.members, *welcome.others))}
     return Part(
         me=welcome.me,
         terms=terms,
@@ -159,8 +160,8 @@ def enter(welcome: Welcome, terms: Terms, host: str = "") -> Part:
         token=welcome.token,
         roster=() if welcome.joins else members,
         losses=welcome.losses,
-        hosts={welcome.me: host, **hosts},
-        meeting=frozenset(hosts) - {welcome.me},
+        lanes=lanes,
+        meeting=frozenset(lanes) - {welcome.me},
     )
 
 

@@ -478,7 +478,7 @@ class _MemberWork:
         state, newcomer = self.state, place.member
         if newcomer == state.me:
             return
-        self.change(hosts={**state.hosts, newcomer: place.host})
+        self.change(lanes={**state.lanes, newcomer: place.lanes})
         if state.is_paired(newcomer):
             self.effects.append(Tell(Paired(member=newcomer)))
         elif newcomer not in state.meeting and self.state.wants(newcomer):

@@ -24,7 +24,6 @@ from ..coordinator.messages import (
     Note,
     Noted,
     Post,
-    Posted,
     Promise,
     Ready,
     Refuse,
@@ -37,8 +36,7 @@ from ..coordinator.messages import (
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..net.connection import Connection
-from ..net.letters import Introduction, Letters
-from ..net.members import Member
+from ..net.members import Member, Whereabouts
 from ..net.view import View
 from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState
@@ -131,7 +129,7 @@ class TcpLink:
         self.run = welcome.run
         wire.note_of, wire.why_lost = self.note_of, self._why_lost
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
-        self._part = enter(welcome, self.terms, wire.address)
+        self._part = enter(welcome, self.terms)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
         self._hand: Pending | None = None
@@ -139,7 +137,6 @@ class TcpLink:
         self._leads, self._led = False, set[int]()
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
-        self._letters = Letters()
         self._told_ways: dict[int, str] = {}
         self._sinks = Sinks()
         self._following: Following | None = None
@@ -702,8 +699,6 @@ class TcpLink:
             case StopAt(step=step, whys=whys):
                 if self.agreement is not None:
                     self.agreement.answer(step, {int(region): str(why) for region, why in whys.items()})
-            case Posted(sender=sender, topic="wire", content=content):
-                self._letters.put(sender, content)
             case _:
                 with self._changed:
                     self._feed(rules.HeardFrom(message, self.awaits, time.monotonic()))
@@ -777,7 +772,7 @@ class TcpLink:
             for other in others:
                 self._connect_soon(other)
             return
-        self._count = self.wire.connect_all({other.region: self._introduction(other) for other in others})
+        self._count = self.wire.connect_all({other.region: self._reach(other) for other in others})
         for other in others:
             self._feed(rules.Connected(other))
         self._tell_ways()
@@ -791,9 +786,9 @@ class TcpLink:
         with self._changed:
             if self._closed or me != self.me:
                 return
-            wire, introduction = self.wire, self._introduction(other)
+            wire, (whereabouts, about) = self.wire, self._reach(other)
         try:
-            pair = wire.meet(other.region, introduction)
+            pair = wire.meet(other.region, whereabouts, about)
         except LinkError as error:  # it must not disturb the run
             with self._changed:
                 if self._closed or me != self.me:
@@ -820,14 +815,11 @@ class TcpLink:
             self._told_ways = ways
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
-    def _introduction(self, other: Member) -> Introduction:
+    def _reach(self, other: Member) -> tuple[Whereabouts, str]:
+        """Where the process of another region listens for this one, and the name of the two."""
+        lane = self.lane if self._is_one_voice else 0
         low, high = sorted((self.me.ticket, other.ticket))
-
-        def send(to: Member, content: dict[str, Any]) -> None:
-            self.post(to, "wire", lane=self.lane if self._is_one_voice else 0, **content)
-
-        key = f"{self.run}/{low}-{high}" + (f"/{self.lane}" if self._is_one_voice else "")
-        return Introduction(other, key, send, self._letters, self._timeout_s)
+        return self._part.lanes[other][lane], f"{self.run}/{low}-{high}/{lane}"
 
     # ---- who takes part, for journal and log -----------------------------------------------------------------------
 

@@ -25,8 +25,6 @@ from ..coordinator.messages import (
     Decided,
     Note,
     Paired,
-    Post,
-    Posted,
     Report,
     Stop,
     Text,
@@ -98,10 +96,6 @@ Effect = ToRank | ToCoordinator
 def heard(voice: Voice, message: Any) -> tuple[Voice, tuple[Effect, ...]]:
     """The coordinator has said something."""
     match message:
-        case Posted(topic="wire", content=content):
-            rank = content.get("lane", LEADER)
-            is_rank = isinstance(rank, int) and 0 <= rank < voice.num_ranks
-            return voice, (ToRank(rank, message),) if is_rank else ()
         case Decided(decision=decision) if decision.number >= voice.losses:
             voice = replace(
                 voice,
@@ -127,7 +121,7 @@ def said(voice: Voice, rank: int, message: Any) -> tuple[Voice, tuple[Effect, ..
             return voice, (ToCoordinator(message),) if len(ranks) == voice.num_ranks else ()
         case RankEnded():
             return voice, (ToRank(None, message),)
-        case Post(topic="wire") | Note() | Stop():
+        case Note() | Stop():
             return voice, (ToCoordinator(message),)
         case _:
             return voice, (ToCoordinator(message),) if rank == LEADER else ()

@@ -5,6 +5,9 @@ which the key signs. Both follow from the secret, so every process makes the ver
 
 What processes send each other otherwise is sealed with AES-256-GCM. One cipher is for one direction of one socket, and has a key
 that nothing else has. Its messages are numbered, so no two have the same nonce, and none opens in another's place.
+
+The keys of two processes follow from the secret, and from what only these two can make of their shares (X25519): whoever has
+recorded all that was said, and learns the secret later, cannot make them.
 """
 
 import contextlib
@@ -25,12 +28,14 @@ from cryptography import x509
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 """A shorter secret could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
+SHARE_BYTES = 32
 
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
@@ -62,6 +67,23 @@ class Keys:
 
     def __reduce__(self) -> str:
         raise TypeError("keys are not written anywhere")
+
+
+class Share:
+    """One process's half of the keys that it has with each other process. `public` is the half that others may know."""
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def keys_with(self, public: bytes, secret: Keys | None, *names: object) -> Keys:
+        """The keys that this process and the one with the other half make, and nobody else, for the purpose that the names
+        describe. Without the keys of the run's secret they are others. Raises ValueError if that is no half.
+        """
+        agreed = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        salt = b"" if secret is None else secret.of("pair").raw
+        both = sorted((self.public.hex(), public.hex()))
+        return Keys(hmac.digest(salt, agreed, hashlib.sha256)).of(*names, *both)
 
 
 def new_secret() -> str:

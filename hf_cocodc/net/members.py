@@ -1,7 +1,10 @@
 """The processes of a run: who they are, and where they listen."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
+from .keys import SHARE_BYTES
 from .validation import Count
 
 
@@ -13,18 +16,13 @@ class Member(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """Where a process listens, and the token that the other end must say first there.
+    """The addresses at which a process is reached, and its `keys.Share` as all may know it."""
 
-    `share` is this process's part of what the pair's keys come from. It is never said where anybody else might hear it.
-    """
-
-    addresses: tuple[tuple[str, int], ...]
-    token: bytes
-    share: bytes
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "at": [list(each) for each in self.addresses],
-            "token": self.token.hex(),
-            "share": self.share.hex(),
-        }
+    addresses: Annotated[
+        tuple[
+            tuple[Annotated[str, Meta(min_length=1, max_length=255)], Annotated[int, Meta(ge=1, le=65535)]],
+            ...,
+        ],
+        Meta(min_length=1, max_length=16),
+    ]
+    share: Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]

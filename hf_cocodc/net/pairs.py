@@ -1,11 +1,10 @@
 """Pairs of regions: the TCP connections to one other region. Each pair fails alone.
 
-Both regions say over the coordinator where they listen, and both try to reach the other one: one way is enough.
+Both regions hear of the coordinator where the other one listens, and both try to reach it: one way is enough.
 """
 
 import contextlib
 import math
-import secrets
 import socket
 import threading
 import time
@@ -19,10 +18,8 @@ from ..threads import NativeThread
 from .addresses import is_from, named
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
-from .letters import Introduction
-from .members import Whereabouts
 from .pipe import CiphersFor
-from .port import TOKEN_BYTES, Port, dial
+from .port import Port, dial
 from .reaching import NotReached, Search
 from .recovery import Denied, Judge, Recovery, stream_verdict
 from .relay import role_at_relay, ticket
@@ -44,9 +41,11 @@ _RECALL_S = 2.0
 
 
 class Pair:
-    """This region's end of the connections to one other region. Both ends make the same calls.
+    """This region's end of the connections to one other region, which may call from now on. Both ends make the same calls.
 
     Args:
+        addresses: of this end; `theirs`: of the other one.
+        agreed: keys that only the two processes have; see `Share`.
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed.
@@ -66,14 +65,17 @@ class Pair:
         other: int,
         port: Port,
         addresses: Sequence[tuple[str, int]],
+        theirs: Sequence[tuple[str, int]],
+        agreed: Keys,
         timeout_s: float,
         own: str = "",
         keys: Keys | None = None,
         judge: Judge = lambda broken_at, is_denied: None,
         relay: tuple[str, int] | None = None,
     ) -> None:
-        self._ids, self._keys, self._relay = (region, other), keys, relay
-        self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
+        self._ids, self._agreed, self._keys = (region, other), agreed, keys
+        self._port, self._addresses, self._theirs = port, addresses, theirs
+        self._timeout_s, self._own = timeout_s, own
         self.region = other
         self.control: Connection | None = None
         self.bulk: list[Connection] = []
@@ -89,11 +91,14 @@ class Pair:
         self._came: dict[int, socket.socket] = {}
         self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
+        self._search = Search(region < other, timeout_s, own, relay)
+        self._port.expect(self._first_token(region), self._search.take)
 
     def close(self) -> None:
         """Close all connections. Streams end with what is said on them, or with the other region."""
-        self._port.forget(self._token)
-        self._port.forget(self._resumes)
+        for token in (self._first_token(self._ids[0]), self._token, self._resumes):
+            self._port.forget(token)
+        self._search.close()
         with self._changed:
             came, self._came = self._came, {}
         for connection in self.connections:
@@ -101,18 +106,18 @@ class Pair:
         for unclaimed in came.values():
             unclaimed.close()
 
-    def meet(self, introduction: Introduction) -> None:
+    def _first_token(self, called: int) -> bytes:
+        """What one of the two regions says when it calls the other one for the first time."""
+        return ticket(self._keys, b"meet", bytes([called == min(self._ids)]), self._agreed.raw)
+
+    def meet(self) -> None:
         """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other."""
         region, other = self._ids
-        token, share = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        search = Search(region < other, self._timeout_s, self._own, self._relay)
-        self._port.expect(token, search.take)
         try:
-            theirs = introduction.tell(Whereabouts(self._addresses, token, share))
-            # the two shares make what only these two know
-            both = (share, theirs.share) if region < other else (theirs.share, share)
-            connection, self._called, is_relayed = search.run(theirs, ticket(self._keys, b"meet", *both))
-        except (TimeoutError, NotReached) as error:
+            connection, self._called, is_relayed, words = self._search.run(
+                self._theirs, self._first_token(other), ticket(self._keys, b"relay", self._agreed.raw)
+            )
+        except NotReached as error:
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
                 f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
@@ -120,17 +125,17 @@ class Pair:
                 "what they send (hf-cocodc coordinator --relay)."
             ) from error
         finally:
-            self._port.forget(token)
+            self._port.forget(self._first_token(region))
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
-        # what comes from anybody but the ends that are expected does not open
-        about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
-        self._sealing = None if self._keys is None else self._keys.of("pair", *about)
+        # the two may have met before: nothing of what was said then counts here
+        fresh = self._agreed.of("pair", words.hex())
+        self._sealing = None if self._keys is None else fresh
         if is_relayed:
             self.way, self._role = "relayed", role_at_relay(region < other)
-        # who listens on the way knows neither the shares nor the secret, and so no token that has not been said
-        self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
+        # who listens on the way cannot make the keys, and so no token that has not been said
+        self._token, self._resumes = (ticket(self._keys, what, fresh.raw) for what in (b"payloads", b"again"))
         if self._called is None:
-            self._callers = [each for each in theirs.addresses if is_from(connection, each[0])]
+            self._callers = [each for each in self._theirs if is_from(connection, each[0])]
             self._port.expect(self._token, self._arrive)
             self._port.expect(self._resumes, self._come_back)
         self.control = self._connection(0, str(other))

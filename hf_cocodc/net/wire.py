@@ -13,8 +13,8 @@ import torch
 
 from ..errors import LinkError, RegionLostError
 from .connection import Connection, ConnectionLost
-from .keys import Keys
-from .letters import Introduction
+from .keys import Keys, Share
+from .members import Whereabouts
 from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
 from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
 from .pipe import CLOSED
@@ -55,6 +55,7 @@ class Wire:
         keys: of the run's secret: with them, all that is sent is sealed.
 
     Attributes:
+        addresses: at which others reach this wire.
         relay: where the relay listens; None if there is none.
         why_lost: "died" or "unreachable" once a region is lost, from when a connection to it broke and whether new ones are
             refused; None while it may come back.
@@ -78,7 +79,7 @@ class Wire:
         announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
         call_from: str = "",
     ) -> None:
-        self._keys = keys
+        self._keys, self._share = keys, Share()
         self.region, self.timeout_s = region, timeout_s
         self._asked = connections
         self.address = address
@@ -99,6 +100,11 @@ class Wire:
         self.addresses = tuple(((address, self.port),) if announce is None else announce(self.port))
 
     @property
+    def whereabouts(self) -> Whereabouts:
+        """What others must know to connect to this wire."""
+        return Whereabouts(self.addresses, self._share.public)
+
+    @property
     def regions(self) -> list[int]:
         """The regions to which this wire is connected, in order."""
         return sorted(self._pairs)
@@ -109,14 +115,16 @@ class Wire:
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
-    def meet(self, region: int, introduction: Introduction) -> Pair:
-        """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
+    def meet(self, region: int, other: Whereabouts, about: str) -> Pair:
+        """Connect to one other region, which does the same; blocks until both have. Other pairs may work meanwhile.
 
         The pair counts once it is added. Raises LinkError if it could not be made in time.
+
+        `about`: names the two processes, in the same way at both ends; no other two have this name.
         """
-        pair = self._pair(region)
+        pair = self._pair(region, other, about)
         try:
-            pair.meet(introduction)
+            pair.meet()
             self._widen([pair], alone=True)
         except BaseException:
             pair.close()
@@ -131,17 +139,17 @@ class Wire:
         if earlier is not None:
             earlier.close()
 
-    def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
-        """Connect to other regions. The longest round trip decides for all pairs.
+    def connect_all(self, others: Mapping[int, tuple[Whereabouts, str]]) -> int:
+        """Connect to other regions; for each, see `meet`. The longest round trip decides for all pairs.
 
         Returns the number of payload connections of each pair, equal in all regions. Raises LinkError if one is not made in
         time.
         """
-        others = sorted(introductions)
-        pairs = [self._pair(other) for other in others]
+        pairs = [
+            self._pair(region, *of_region) for region, of_region in sorted(others.items())
+        ]  # all may call at once
         try:
-            # all regions handle pairs in the same order, and the first pair in it never waits for another one
-            side_by_side([partial(pair.meet, introductions[pair.region]) for pair in pairs], _THREADS)
+            side_by_side([pair.meet for pair in pairs], _THREADS)
             count = self._widen(pairs)
         except BaseException:
             for pair in pairs:
@@ -215,10 +223,25 @@ class Wire:
             self.drop(region)
         self._port.close()
 
-    def _pair(self, region: int) -> Pair:
-        how = self.addresses, self.timeout_s, self._call_from, self._keys
+    def _pair(self, region: int, other: Whereabouts, about: str) -> Pair:
+        try:
+            agreed = self._share.keys_with(other.share, self._keys, about)
+        except ValueError as error:
+            raise LinkError(
+                f"region {region} has said a share of which no keys can be made: {error}."
+            ) from error
         return Pair(
-            self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay
+            self.region,
+            region,
+            self._port,
+            self.addresses,
+            other.addresses,
+            agreed,
+            self.timeout_s,
+            self._call_from,
+            self._keys,
+            judge=partial(self._judge, region),
+            relay=self.relay,
         )
 
     def _is_late(self, region: int, broken_at: float, is_denied: bool) -> str | None:

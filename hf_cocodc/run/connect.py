@@ -25,7 +25,7 @@ from torch import nn
 from .. import __version__
 from ..coordinator.client import Client
 from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
-from ..coordinator.messages import PROTOCOL, Stop, Welcome
+from ..coordinator.messages import PROTOCOL, Stop, Welcome, host_of
 from ..coordinator.secret import secret_of
 from ..errors import InputError, RunFinished, nearest, spare_traceback
 from ..link.base import Link
@@ -39,7 +39,9 @@ from ..link.stopping import StopAgreement
 from ..link.tcp import TcpLink
 from ..link.voice import LEADER
 from ..link.within import ranks_of_region
+from ..net.members import Whereabouts
 from ..net.pacing import congestion_of
+from ..net.wire import Wire
 from ..parts.tensors.flat import contents, digests
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
@@ -288,16 +290,19 @@ def connect(
 
 def _connect(context: RegionContext) -> TcpLink:
     """Meet the other regions of a run, or join it, and connect to them."""
-    return _enter(context, _meet(context, bool(context.regions.join)))
+    wire = context.wire()
+    return _enter(context, _meet(context, bool(context.regions.join), wire), wire)
 
 
 def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: str) -> TcpLink:
     """The same for one rank of a region whose ranks have a lane each: its leader meets the others for all. A collective call."""
     context = mine()
-    client = _client_of_rank(group, context, bool(context.regions.join), what)
+    client, wire = _client_of_rank(group, context, bool(context.regions.join), what)
     links: list[TcpLink] = []
     try:
-        group.together(lambda: links.append(_enter(context, client)), "the connections to the other regions")
+        group.together(
+            lambda: links.append(_enter(context, client, wire)), "the connections to the other regions"
+        )
     except BaseException as error:
         for link in links:
             link.close(str(error))
@@ -305,15 +310,28 @@ def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: s
     return links[0]
 
 
-def _client_of_rank(group: RegionGroup, context: RegionContext, join: bool, what: str) -> AnyClient:
-    """The client of this rank, once the leader has met the other regions. A collective call."""
+def _client_of_rank(
+    group: RegionGroup, context: RegionContext, join: bool, what: str
+) -> tuple[AnyClient, Wire]:
+    """The client and the wire of this rank, once the leader has met the other regions. A collective call."""
     lines = lines_of(group)
-    client = group.lead(lambda: _meet(context, join), what, lambda client: _told(client.welcome))
+    wires: list[Wire] = []
+    try:
+        group.together(lambda: wires.append(context.wire()), "the ports of all ranks")
+        told = group.of_all(msgspec.to_builtins(wires[0].whereabouts), "where all ranks listen")
+        lanes = msgspec.convert(told, list[Whereabouts])
+        client = group.lead(
+            lambda: _meet(context, join, wires[0], lanes), what, lambda client: _told(client.welcome)
+        )
+    except BaseException:
+        for wire in wires:
+            wire.close()
+        raise
     if client is not None:
-        return LeaderClient(client, lines)
+        return LeaderClient(client, lines), wires[0]
     assert context.regions.coordinator is not None
     host = context.regions.coordinator.rpartition(":")[0].strip("[]")
-    return RankClient(msgspec.convert(group.heard, Welcome), host, lines[LEADER])
+    return RankClient(msgspec.convert(group.heard, Welcome), host, lines[LEADER]), wires[0]
 
 
 def meet_again(group: RegionGroup, lane: RegionSession) -> None:
@@ -321,8 +339,8 @@ def meet_again(group: RegionGroup, lane: RegionSession) -> None:
     call. Raises LinkError if there is no run to come back to, or it cannot be reached.
     """
     lane.part_with()
-    client = _client_of_rank(group, lane.context, True, "the way back")
-    group.together(lambda: lane.link.begin_again(client, lane.context.wire()), "the way back in each rank")
+    client, wire = _client_of_rank(group, lane.context, True, "the way back")
+    group.together(lambda: lane.link.begin_again(client, wire), "the way back in each rank")
 
 
 def _told(welcome: Welcome) -> Any:
@@ -330,8 +348,8 @@ def _told(welcome: Welcome) -> Any:
     return msgspec.to_builtins(structs.replace(welcome, differences=()))
 
 
-def _meet(context: RegionContext, join: bool) -> Client:
-    client = context.meet(join=join)
+def _meet(context: RegionContext, join: bool, wire: Wire, lanes: Sequence[Whereabouts] = ()) -> Client:
+    client = context.meet(join, wire, lanes)
     welcome = client.welcome
     if welcome.joins:
         words = f"joins run {context.name!r}, which trains at step {welcome.step}"
@@ -339,15 +357,15 @@ def _meet(context: RegionContext, join: bool) -> Client:
         tell("joining the run", news=words)
         show_differences(welcome.differences)
     else:
-        hosts = ", ".join(place.host for place in welcome.members)
+        hosts = ", ".join(host_of(place.lanes) for place in welcome.members)
         announce("all %d regions of run %r have met: %s", len(welcome.members), context.name, hosts)
         show_differences(welcome.differences)
     return client
 
 
-def _enter(context: RegionContext, client: AnyClient) -> TcpLink:
+def _enter(context: RegionContext, client: AnyClient, wire: Wire) -> TcpLink:
     """Connect to the regions that have met; a region's leader keeps its session."""
-    link = context.link(client)
+    link = context.link(client, wire)
     if not client.welcome.joins:
         ways = ", ".join(f"region {region} {way}" for region, way in link.wire.ways.items())
         logger.info(

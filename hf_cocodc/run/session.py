@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -42,7 +42,7 @@ from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.addresses import Unreachable, own_address
 from ..net.keys import Keys
-from ..net.members import Member
+from ..net.members import Member, Whereabouts
 from ..net.pairs import STREAMS
 from ..net.wire import Wire
 from ..settings import RegionConfig
@@ -193,8 +193,13 @@ class RegionContext:
             grace_is_auto=regions.grace_s == "auto",
         )
 
-    def meet(self, join: bool) -> Client:
-        """Meet the other regions at the coordinator, or join the run that trains there. Raises like `Client.meet`."""
+    def meet(self, join: bool, wire: Wire, lanes: Sequence[Whereabouts] = ()) -> Client:
+        """Meet the other regions at the coordinator, or join the run that trains there. Raises like `Client.meet`.
+
+        Args:
+            wire: closed if this fails.
+            lanes: where the wires of all ranks listen; by default there is this one.
+        """
         regions = self.regions
         assert regions.coordinator is not None
         period_s = min(regions.timeout_s / 4, _LONGEST_PERIOD_S)
@@ -208,17 +213,21 @@ class RegionContext:
         hello = Hello(
             region=self.region,
             join=join,
-            host=self.host,
+            lanes=tuple(lanes) or (wire.whereabouts,),
             machine=platform.node(),
             token=secrets.token_hex(16),
             terms=self.terms,
             compared=dict(self.compared),
         )
-        client.meet(hello, wait_s, waiting, words.look)
+        try:
+            client.meet(hello, wait_s, waiting, words.look)
+        except BaseException:
+            wire.close()
+            raise
         return client
 
     def wire(self) -> Wire:
-        """Connections for transfers, to nobody yet."""
+        """Connections for transfers, to nobody yet. Raises InputError if this machine cannot listen."""
         regions, asked = self.regions, self.regions.connections
         return Wire(
             self.region,
@@ -234,12 +243,12 @@ class RegionContext:
             call_from=self.host if regions.interface else "",
         )
 
-    def link(self, client: AnyClient) -> TcpLink:
+    def link(self, client: AnyClient, wire: Wire) -> TcpLink:
         """The link of a process that has met the others. Raises LinkError if a region cannot be reached."""
         return TcpLink(
             client,
             self.terms,
-            self.wire(),
+            wire,
             timeout_s=self.regions.timeout_s,
             lane=self.lane,
             num_lanes=self.num_lanes,
@@ -312,7 +321,8 @@ class RegionSession:
         LinkError if there is no run to come back to, or it cannot be reached.
         """
         self.part_with()
-        self.link.begin_again(self.context.meet(join=True), self.context.wire())
+        wire = self.context.wire()
+        self.link.begin_again(self.context.meet(True, wire), wire)
 
     def get_base(self, folder: Path) -> Received:
         """Get a base from some member; the next one is asked if one is lost meanwhile, or falls silent.

@@ -26,6 +26,7 @@ from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Back, Beat, Hello, Terms, ToRegion, Welcome, from_line
 from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
 from hf_cocodc.net.addresses import free_port
+from tests.listening import lanes
 
 NAMES = 400
 """Entries of what regions compare."""
@@ -40,7 +41,7 @@ def hello(region: int, count: int) -> Hello:
     return Hello(
         region=region,
         join=False,
-        host=f"10.0.{region >> 8}.{region & 255}",
+        lanes=lanes(f"10.0.{region >> 8}.{region & 255}"),
         machine=f"machine{region}",
         token=f"{region:064x}",
         terms=Terms(count=count, most=count, wait_s=3600.0),

@@ -13,6 +13,7 @@ from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Back, Beat, FromCommand, Hello, Refuse, Terms, Welcome
 from hf_cocodc.errors import MeetingError
 from hf_cocodc.net.keys import Keys
+from tests.listening import lanes
 from tests.secret import secret
 
 OURS, THEIRS = "a secret of the run", "another secret"
@@ -24,7 +25,7 @@ def hello(region: int, count: int = 2, elastic: bool = False, join: bool = False
     return Hello(
         region=region,
         join=join,
-        host=f"10.0.0.{region + 1}",
+        lanes=lanes(f"10.0.0.{region + 1}"),
         machine=f"machine{region}",
         token=f"token{region}",
         terms=Terms(count=count, most=count + 2, wait_s=3600.0 * elastic),

@@ -41,12 +41,13 @@ from hf_cocodc.coordinator.rules import (
 )
 from hf_cocodc.coordinator.state import revived
 from hf_cocodc.net.members import Member
+from tests.listening import lanes
 
 
 def hello(region: int, elastic: bool = False, join: bool = False, count: int = 2) -> Hello:
     terms = Terms(count=count, most=count, wait_s=3600.0 * elastic)
     token = f"token{region}"
-    return Hello(region=region, join=join, host="h", machine="m", token=token, terms=terms, compared={})
+    return Hello(region=region, join=join, lanes=lanes(), machine="m", token=token, terms=terms, compared={})
 
 
 class World:

@@ -43,6 +43,7 @@ from hf_cocodc.coordinator.messages import (
     StopAt,
     Suspect,
     Waiting,
+    host_of,
 )
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import HandshakeError, InputError, MeetingError, RegionLostError, RunOver
@@ -81,7 +82,7 @@ def test_two_and_three_regions_meet_and_get_each_their_place() -> None:
             assert [each.welcome.me.region for each in regions] == list(range(count))
             assert len({each.welcome.me.ticket for each in regions}) == count
             assert len({each.welcome.run for each in regions}) == 1
-            assert [place.host for place in regions[0].welcome.members] == [
+            assert [host_of(place.lanes) for place in regions[0].welcome.members] == [
                 f"10.0.0.{each + 1}" for each in range(count)
             ]
             part(*regions)

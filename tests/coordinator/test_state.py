@@ -24,6 +24,7 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.coordinator.state import StateFile, default_path
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.members import Member
+from tests.listening import lanes
 
 from .regions import hello
 
@@ -36,7 +37,7 @@ RUN = Run(
     terms=Terms(count=2, wait_s=60.0, grace_s=1.5),
     compared={"model": {"a": [1, 2]}},
     members=(A,),
-    hosts={A: "10.0.0.1"},
+    lanes={A: lanes("10.0.0.1")},
     tokens={A: "digest"},
     losses=1,
     lost=frozenset({2}),

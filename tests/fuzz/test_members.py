@@ -33,13 +33,14 @@ from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.link import rules as links
 from hf_cocodc.link.part import Call, Part, Standing
 from hf_cocodc.net.channel import line_of
-from hf_cocodc.net.members import Member
+from hf_cocodc.net.members import Member, Whereabouts
 from hf_cocodc.net.validation import MOST
 from hf_cocodc.net.wire import _count_in
 from hf_cocodc.snapshot import receive
 from hf_cocodc.snapshot.receive import Donors
 from tests.fuzz.test_messages import NAMES, PLAIN
 from tests.link.memory import Regions
+from tests.listening import lanes
 
 ME, OTHER, NEW = Member(0, 1), Member(1, 2), Member(2, 3)
 TERMS = Terms(count=2, most=3, wait_s=3600.0)
@@ -77,6 +78,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(["", "join", "leave", "silent", "late", "finished", "base", "x" * 300])
     if get_origin(kind) in (types.UnionType, typing.Union):
         return st.none() | values(next(each for each in get_args(kind) if each is not type(None)))
+    if kind == tuple[Whereabouts, ...]:
+        return st.sampled_from([lanes(), (*lanes("2001:db8::1"), *lanes())])
     if get_origin(kind) is tuple:
         return st.lists(values(get_args(kind)[0]), max_size=3).map(tuple)
     hints = get_type_hints(kind)
@@ -126,7 +129,9 @@ def test_what_is_no_message(plain: Any) -> None:
 @pytest.mark.parametrize("name", ["count", "most"])
 def test_a_number_of_regions_that_no_run_has(name: str, number: int) -> None:
     """The coordinator goes through all of them: it would take its time, and its memory."""
-    hello = plain_of(Hello(region=0, join=False, host="h", machine="m", token="t", terms=TERMS, compared={}))
+    hello = plain_of(
+        Hello(region=0, join=False, lanes=lanes(), machine="m", token="t", terms=TERMS, compared={})
+    )
     with pytest.raises(LinkError, match="is no message"):
         from_line(line_of({**hello, "terms": {**hello["terms"], name: number}}))
 
@@ -162,7 +167,13 @@ def begun(elastic: bool) -> Run:
     terms = structs.replace(TERMS, wait_s=3600.0 * elastic)
     for region in range(2):
         hello = Hello(
-            region=region, join=False, host="h", machine="m", token=f"t{region}", terms=terms, compared={}
+            region=region,
+            join=False,
+            lanes=lanes(),
+            machine="m",
+            token=f"t{region}",
+            terms=terms,
+            compared={},
         )
         state, _ = rules.step(state, Came(region, hello), 0.0)
     assert state.members == (ME, OTHER)
@@ -238,7 +249,7 @@ def test_what_a_member_hears_and_does(elastic: bool, standing: Standing, events:
         terms=structs.replace(TERMS, wait_s=3600.0 * elastic),
         standing=standing,
         roster=roster,
-        hosts=dict.fromkeys((ME, OTHER), ""),
+        lanes=dict.fromkeys((ME, OTHER), lanes()),
     )
     completed, was_marked = [0], False
     for event in events:

@@ -29,7 +29,6 @@ from hf_cocodc.link.records import ROW, Trailer, from_row, to_row
 from hf_cocodc.net.channel import object_of
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
-from hf_cocodc.net.letters import from_plain as whereabouts
 from hf_cocodc.net.members import Member
 from hf_cocodc.net.pairs import STREAMS
 from hf_cocodc.settings import RegionConfig
@@ -242,15 +241,6 @@ def test_facts_of_a_run(changed: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):
         facts = msgspec.convert({**FACTS, **changed}, Facts)
         assert facts.step >= 0 and all(region >= 0 for region in facts.members)
-
-
-@given(PLAIN, PLAIN)
-def test_where_another_region_listens(at: Any, token: Any) -> None:
-    """Hosts and ports, or nothing."""
-    for plain in ({"at": at, "token": token}, {"at": [[at, token]], "token": "ab" * 32}, {"at": at}):
-        with contextlib.suppress(ValueError):
-            found = whereabouts(plain)
-            assert all(isinstance(host, str) and 0 < port < 65536 for host, port in found.addresses)
 
 
 @given(st.lists(st.floats(), min_size=ROW, max_size=ROW))

@@ -1,8 +1,7 @@
-"""Regions in one process: real wires and links; letters go from hand to hand, or over a coordinator in a thread."""
+"""Regions in one process: real wires and links, which meet directly, or over a coordinator in a thread."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,6 @@ from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.letters import Introduction, Letters
-from hf_cocodc.net.members import Member
 from hf_cocodc.net.wire import Wire
 
 T = TypeVar("T")
@@ -41,33 +38,11 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
-class Post:
-    """Brings letters between regions, as the coordinator does."""
-
-    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
-        self._letters: dict[int, Letters] = {}
-        self._lock = threading.Lock()
-        self._timeout_s = timeout_s
-
-    def introduction(self, here: int, other: int, key: str = "pair") -> Introduction:
-        """How region `here` tells another one where it listens."""
-
-        def send(to: Member, content: dict[str, Any]) -> None:
-            self.letters(to.region).put(Member(here, 0), content)
-
-        return Introduction(Member(other, 0), key, send, self.letters(here), self._timeout_s)
-
-    def letters(self, region: int) -> Letters:
-        with self._lock:
-            return self._letters.setdefault(region, Letters())
-
-
-def connect(one: Wire, other: Wire, key: str = "pair") -> None:
+def connect(one: Wire, other: Wire, about: str = "pair") -> None:
     """Connect two wires."""
-    post = Post()
 
     def call(here: Wire, there: Wire) -> None:
-        here.add(here.meet(there.region, post.introduction(here.region, there.region, key)))
+        here.add(here.meet(there.region, there.whereabouts, about))
 
     at_once(partial(call, one, other), partial(call, other, one))
 
@@ -93,18 +68,23 @@ def met(
 ) -> tuple[Client, Wire]:
     """What a link needs of a process that has met the others at a coordinator, or of a newcomer. `settings`: of its wire."""
     client = Client(address, "run", keys, period_s)
+    settings = {"connections": 2, "timeout_s": patience_s, **settings}
+    wire = Wire(region, keys=keys, **settings)
     hello = Hello(
         region=region,
         join=join,
-        host="127.0.0.1",
+        lanes=(wire.whereabouts,),
         machine="here",
         token=f"{region} {time.monotonic_ns()}",
         terms=terms,
         compared={},
     )
-    client.meet(hello, patience_s)
-    settings = {"connections": 2, "timeout_s": patience_s, **settings}
-    return client, Wire(region, keys=keys, **settings)
+    try:
+        client.meet(hello, patience_s)
+    except BaseException:
+        wire.close()
+        raise
+    return client, wire
 
 
 def linked(address: str, region: int, terms: Terms, join: bool = False, **how: Any) -> TcpLink:

@@ -65,6 +65,7 @@ from hf_cocodc.link.rules import (
     why_lost,
 )
 from hf_cocodc.net.members import Member
+from tests.listening import lanes
 
 A, B, C, NEW = Member(0, 1), Member(1, 2), Member(2, 3), Member(3, 4)
 ALL = (A, B, C)
@@ -78,7 +79,7 @@ class Process:
         self, elastic: bool = True, me: Member = A, standing: Standing = Standing.MEMBER, changes: int = 0
     ) -> None:
         roster = ALL if standing is Standing.MEMBER else ()
-        terms, hosts = Terms(count=3, wait_s=3600.0 * elastic), dict.fromkeys((*ALL, me), "host")
+        terms = Terms(count=3, wait_s=3600.0 * elastic)
         self.part = Part(
             me=me,
             terms=terms,
@@ -86,7 +87,7 @@ class Process:
             roster=roster,
             changes=changes,
             generation=FIRST,
-            hosts=hosts,
+            lanes=dict.fromkeys((*ALL, me), lanes()),
         )
 
     def do(self, *events: Event) -> list[Effect]:
@@ -408,11 +409,11 @@ def test_a_newcomer_that_is_let_in_without_a_connection_is_left_behind() -> None
 
 
 def here(member: Member) -> HeardFrom:
-    return HeardFrom(Here(place=Place(member, "host")))
+    return HeardFrom(Here(place=Place(member, lanes())))
 
 
 def test_who_enters_connects_to_all() -> None:
-    places = tuple(Place(each, "host") for each in ALL)
+    places = tuple(Place(each, lanes()) for each in ALL)
     welcome = Welcome(run="r", generation=FOURTH, me=NEW, joins=True, members=places, losses=2)
     part = enter(welcome, Terms(count=3, wait_s=3600.0))
     assert (part.standing, part.roster, part.losses) == (Standing.JOINING, (), 2)

@@ -19,6 +19,7 @@ from hf_cocodc.link import stopping
 from hf_cocodc.link.stopping import StopAgreement
 from tests.link.memory import wait_until
 from tests.link.ranks import groups
+from tests.listening import lanes
 
 LAST = 10_000
 
@@ -46,7 +47,7 @@ class Coordinator:
             hello = Hello(
                 region=region,
                 join=False,
-                host="h",
+                lanes=lanes(),
                 machine="m",
                 token=str(region),
                 terms=Terms(count=count),

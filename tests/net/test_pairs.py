@@ -50,11 +50,8 @@ def test_messages_arrive_as_they_were_sent(keys: Keys | None) -> None:
 
 
 def test_who_has_another_secret_does_not_connect() -> None:
-    wires = [Wire(0, 1, timeout_s=20.0, keys=KEYS), Wire(1, 1, timeout_s=20.0, keys=KEYS.of("other"))]
-    with pytest.raises(
-        LinkError,
-        match="reach each other, and cannot speak to each other",
-    ):
+    wires = [Wire(0, 1, timeout_s=1.0, keys=KEYS), Wire(1, 1, timeout_s=1.0, keys=KEYS.of("other"))]
+    with pytest.raises(LinkError, match="region 0.* and region 1 do not reach each other"):
         connect(*wires)
     for wire in wires:
         wire.close()

@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from hf_cocodc.net import reaching
-from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.port import TOKEN_BYTES, Port
 from hf_cocodc.net.reaching import Found, NotReached, Search
 from tests.link.memory import at_once
@@ -55,10 +55,12 @@ def search(*told: tuple[tuple[str, int], ...] | None) -> tuple[Found, Found]:
         for port, each in zip(ports, searches, strict=True):
             port.expect(token, each.take)
         where = [
-            Whereabouts(((HOST, port.number),) if addresses is None else addresses, token, token)
+            ((HOST, port.number),) if addresses is None else addresses
             for port, addresses in zip(ports, told, strict=True)
         ]
-        first, second = at_once(lambda: searches[0].run(where[1]), lambda: searches[1].run(where[0]))
+        first, second = at_once(
+            lambda: searches[0].run(where[1], token), lambda: searches[1].run(where[0], token)
+        )
         return first, second
     finally:
         for port in ports:
@@ -98,9 +100,9 @@ def test_several_addresses_are_tried() -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
         searches = [Search(asks, 10.0) for asks in (True, False)]
         port.expect(token, searches[1].take)
-        where = Whereabouts((wrong, foreign, (HOST, port.number)), token, token)
+        where = wrong, foreign, (HOST, port.number)
         first, second = at_once(
-            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token, token))
+            lambda: searches[0].run(where, token), lambda: searches[1].run((wrong,), token)
         )
         assert first.address == (HOST, port.number)
         speak(first, second)
@@ -117,16 +119,12 @@ def test_a_way_on_which_large_packets_vanish_is_none(monkeypatch: pytest.MonkeyP
         for places in ([(HOST, way.port)], [(HOST, way.port), (HOST, port.number)]):
             searches = [Search(asks, 10.0) for asks in (True, False)]
             port.expect(token, searches[1].take)
-            where = Whereabouts(tuple(places), token, token), Whereabouts((wrong,), token, token)
+            runs = partial(searches[0].run, places, token), partial(searches[1].run, (wrong,), token)
             if len(places) == 1:
                 with pytest.raises(NotReached, match=r"small packets pass, and large ones vanish .*MTU"):
-                    at_once(
-                        lambda s=searches, w=where: s[0].run(w[0]), lambda s=searches, w=where: s[1].run(w[1])
-                    )
+                    at_once(*runs)
                 continue
-            first, second = at_once(
-                lambda s=searches, w=where: s[0].run(w[0]), lambda s=searches, w=where: s[1].run(w[1])
-            )
+            first, second = at_once(*runs)
             assert first.address == (HOST, port.number)
             speak(first, second)
     for each in (way, port):
@@ -154,9 +152,9 @@ def test_addresses_that_swallow_calls_hold_up_no_other(monkeypatch: pytest.Monke
         port, token = Port(HOST), secrets.token_bytes(TOKEN_BYTES)
         searches = [Search(asks, 10.0) for asks in (True, False)]
         port.expect(token, searches[1].take)
-        where = Whereabouts((one, two, ("localhost", port.number)), token, token)
+        where = one, two, ("localhost", port.number)
         first, second = at_once(
-            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token, token))
+            lambda: searches[0].run(where, token), lambda: searches[1].run((wrong,), token)
         )
         assert first.address == (HOST, port.number), "of a name, the address that has answered"
         speak(first, second)

@@ -21,7 +21,7 @@ from hf_cocodc.net import pairs, wire
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import FIRST, Wire
-from tests.link.memory import PATIENCE_S, Post, at_once, connect, connected, wait_until
+from tests.link.memory import PATIENCE_S, at_once, connect, connected, wait_until
 
 IDS = (2, 5, 9)
 TAG = 63
@@ -72,10 +72,10 @@ def test_a_connection_that_is_no_longer_wanted_does_not_count() -> None:
     """Its end is closed, and the one that was there before stays. The other end notices it."""
     wires = connected(IDS[:2])
     before = [wires[region].view(IDS[:2], 1) for region in IDS[:2]]
-    post, late = Post(), Wire(5, connections=1, timeout_s=20.0)
+    late = Wire(5, connections=1, timeout_s=20.0)
     with ThreadPoolExecutor(2) as pool:
-        refusing = pool.submit(wires[2].meet, 5, post.introduction(2, 5))
-        late.add(late.meet(2, post.introduction(5, 2)))
+        refusing = pool.submit(wires[2].meet, 5, late.whereabouts, "2-5")
+        late.add(late.meet(2, wires[2].whereabouts, "2-5"))
         refusing.result().close()
     assert met(before) == [[2.0, 5.0]] * 2
     with pytest.raises(RegionLostError):
@@ -295,7 +295,7 @@ def test_a_number_of_connections_that_no_region_asks_for(
 ) -> None:
     """The other end takes no memory for it, and names the region."""
     wires = {region: Wire(region, timeout_s=20.0) for region in IDS[:2]}
-    swap, post = View.swap, Post()
+    swap = View.swap
 
     def lying(view: View, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         lies = what == "the number of connections" and view.regions[view.region] == IDS[0]
@@ -304,7 +304,7 @@ def test_a_number_of_connections_that_no_region_asks_for(
     monkeypatch.setattr(View, "swap", lying)
     with ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(wires[one].meet, other, post.introduction(one, other))
+            pool.submit(wires[one].meet, other, wires[other].whereabouts, "pair")
             for one, other in (IDS[:2], IDS[1::-1])
         ]
         errors = [each.exception() for each in calls]
@@ -316,10 +316,10 @@ def test_a_number_of_connections_that_no_region_asks_for(
 
 def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> None:
     """How many connections the first regions agreed on is unknown to a region that comes later."""
-    post, wires = Post(), {region: Wire(region, timeout_s=20.0) for region in range(3)}
+    wires = {region: Wire(region, timeout_s=20.0) for region in range(3)}
 
     def connect_all(region: int) -> int:
-        return wires[region].connect_all({1 - region: post.introduction(region, 1 - region)})
+        return wires[region].connect_all({1 - region: (wires[1 - region].whereabouts, "0-1")})
 
     found = at_once(*(partial(connect_all, region) for region in range(2)))
     assert found[0] == found[1]
@@ -331,13 +331,15 @@ def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> 
 
 def test_a_region_that_does_not_come_is_named() -> None:
     """The wire stays as it was."""
-    alone, post = Wire(2, timeout_s=0.5), Post(timeout_s=0.5)
-    with pytest.raises(
-        LinkError, match="region 7 do not reach each other: it has not said within 0.5 s where it listens"
-    ):
-        alone.meet(7, post.introduction(2, 7))
+    alone, other = Wire(2, timeout_s=0.5), Wire(7)
+    expected = (
+        f"region 7 do not reach each other: 127.0.0.1:{other.port} .what answers there is not that region"
+    )
+    with pytest.raises(LinkError, match=expected):
+        alone.meet(7, other.whereabouts, "2-7")
     assert alone.regions == []
-    alone.close()
+    for each in (alone, other):
+        each.close()
 
 
 def test_threads_end_with_their_connections() -> None:

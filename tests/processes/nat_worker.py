@@ -29,20 +29,26 @@ def main(coordinator: str, number: str, port: str = "0", announce: str = "") -> 
     regions = RegionConfig(announce=announce or None)
     host, keys = own_address(coordinator, None), Keys.from_secret(secret())
     client, terms = Client(coordinator, "run", keys, 0.5), Terms(count=2, timeout_s=TIMEOUT_S)
+    wire = Wire(
+        region,
+        2,
+        host,
+        TIMEOUT_S,
+        keys=keys,
+        port=int(port),
+        announce=(lambda own: regions.addresses(own, lane=0)) if announce else None,
+    )
     hello = Hello(
-        region=region, join=False, host=host, machine="here", token=number, terms=terms, compared={}
+        region=region,
+        join=False,
+        lanes=(wire.whereabouts,),
+        machine="here",
+        token=number,
+        terms=terms,
+        compared={},
     )
     try:
         client.meet(hello, TIMEOUT_S)
-        wire = Wire(
-            region,
-            2,
-            host,
-            TIMEOUT_S,
-            keys=keys,
-            port=int(port),
-            announce=(lambda own: regions.addresses(own, lane=0)) if announce else None,
-        )
         link = TcpLink(client, terms, wire, timeout_s=TIMEOUT_S)
         sys.stdout.write("met\n")
         sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -10,6 +9,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -17,7 +17,6 @@ from torch.distributed import TCPStore
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link.exchange import Exchange
 from hf_cocodc.net.connection import Operation
-from hf_cocodc.net.letters import from_plain
 from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import Wire
@@ -30,18 +29,6 @@ from tests.processes.launching import TIMEOUT_S
 
 NUMEL = 1_000_003
 CODERS = {"fp32": Cast(torch.float32), "int8": Integers(8, 256)}
-
-
-class AtStore:
-    """Two processes tell each other at a store of torch where they listen."""
-
-    def __init__(self, store: TCPStore, key: str, ticket: int, other: int) -> None:
-        self.key, self._store = key, store
-        self._own, self._theirs = f"{key}/{ticket}", f"{key}/{other}"
-
-    def tell(self, own: Whereabouts) -> Whereabouts:
-        self._store.set(self._own, json.dumps(own.to_plain()))
-        return from_plain(json.loads(self._store.get(self._theirs)))
 
 
 def values(region: int, op: int) -> torch.Tensor:
@@ -79,17 +66,18 @@ def expected(regions: list[int], op: int, coder: Coder) -> torch.Tensor:
 
 def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     """Region 3 dies in a mean of four; the others go on without it, and with the process that comes instead of it."""
-    store, letters = (TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2))
+    store, waiting = (TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2))
     found: dict[str, torch.Tensor] = {}
     wire = Wire(region, 2, timeout_s=60.0)
     wire.why_lost = lambda region, broken_at, is_refused: "died" if is_refused else None
+    store.set(f"wire/{ticket}", msgspec.json.encode(wire.whereabouts).decode())
     tickets = [1, 2, 3, ticket] if ticket == 5 else [1, 2, 3, 4]
 
     def connect(other: int) -> None:
         there = tickets[other]
         first, second = sorted((ticket, there))
-        introduction = AtStore(letters, f"{first}-{second}", ticket, there)
-        wire.add(wire.meet(other, introduction))  # type: ignore[arg-type]
+        whereabouts = msgspec.json.decode(waiting.get(f"wire/{there}"), type=Whereabouts)
+        wire.add(wire.meet(other, whereabouts, f"{first}-{second}"))
 
     def together(name: str) -> None:
         """Until all four processes that are alive now have come here."""

@@ -15,6 +15,7 @@ from hf_cocodc.coordinator.state import revived
 from hf_cocodc.link import rules as link
 from hf_cocodc.link.part import Part, Standing, back, enter
 from hf_cocodc.net.members import Member
+from tests.listening import lanes
 
 from .checks import Violation
 
@@ -70,7 +71,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
         generations=(FIRST,),
         terms=terms,
         members=members,
-        hosts=dict.fromkeys(members, ""),
+        lanes=dict.fromkeys(members, lanes()),
         tokens={each: coordinator._digest("") for each in members},
         tickets=count,
         seats=seats,
@@ -89,7 +90,7 @@ def first_state(count: int, faults: tuple[Action, ...]) -> State:
 
 def _connected(me: Member, members: tuple[Member, ...], terms: Terms) -> Part:
     """The part of a process that has met the others, and is connected to them."""
-    places = tuple(Place(each, "") for each in members)
+    places = tuple(Place(each, lanes()) for each in members)
     welcome = Welcome(run="1", generation=FIRST, me=me, joins=False, members=places)
     part = enter(welcome, terms)
     for other in sorted(part.meeting):

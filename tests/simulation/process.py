@@ -11,6 +11,7 @@ from hf_cocodc.coordinator.messages import Bye, Hello, Leave, Post, Ready
 from hf_cocodc.link import rules
 from hf_cocodc.link.part import Standing
 from hf_cocodc.net.members import Member
+from tests.listening import lanes
 
 from .network import Connection
 from .shell import LeftBehind, Lost, Result, Shell, Undecided
@@ -184,7 +185,7 @@ class Process(Shell):
         hello = Hello(
             region=self.region,
             join=join,
-            host=str(self.region),
+            lanes=lanes(str(self.region)),
             machine="",
             token=token,
             terms=self.terms,

@@ -158,7 +158,7 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
     hello = Hello(
         region=region,
         join=False,
-        host=host,
+        lanes=(wire.whereabouts,),
         machine=platform.node(),
         token=uuid.uuid4().hex,
         terms=Terms(count=regions, timeout_s=TIMEOUT_S),
