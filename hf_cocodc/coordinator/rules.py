@@ -551,6 +551,7 @@ class _Work:
         state, stay = self.state, {*members}
         self.change(
             lanes={each: lanes for each, lanes in state.lanes.items() if each in stay},
+            newcomers={each: rest for each, rest in state.newcomers.items() if each in stay},
             tokens={each: token for each, token in state.tokens.items() if each in stay},
             pairs=frozenset(pair for pair in state.pairs if stay.issuperset(pair)),
             uncalled=state.uncalled & stay,
@@ -1143,7 +1144,12 @@ class _Work:
         if not state.newcomers or self.now - state.here_at < HERE_S:
             return
         self.change(here_at=self.now)
-        seats = {seat.member: who for who, seat in state.seats.items() if self.now - seat.since >= HERE_S}
+        seats = {
+            seat.member: who
+            for who, seat in state.seats.items()
+            if self.now - seat.since >= HERE_S
+            and seat.member in state.lanes  # who has left may still be connected
+        }
         for newcomer in state.newcomers.keys() & seats.keys():
             for other in seats.keys() - {newcomer}:
                 if not {(newcomer, other), (other, newcomer)} <= state.pairs:

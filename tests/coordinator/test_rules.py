@@ -12,6 +12,7 @@ from hf_cocodc.coordinator.messages import (
     Gone,
     Hears,
     Hello,
+    Here,
     Leave,
     Paired,
     Post,
@@ -238,6 +239,18 @@ def test_an_announced_newcomer_that_calls_again_is_still_announced() -> None:
     world.do(Ended(4))
     assert not any(isinstance(each, Gone) for who in (1, 2) for each in world.sent[who])
     assert me in world.state.expected
+
+
+def test_nobody_is_introduced_to_one_that_has_left() -> None:
+    """It may still be connected for a moment."""
+    world = of_three()
+    gone = world.state.members[1]
+    world.do(Came(2, Leave()))
+    world.do(Came(1, Beat(changes=1, members=world.state.members[:1])))
+    world.do(Came(3, hello(2, elastic=True, join=True, count=2)))
+    world.later(2 * HERE_S)
+    assert [each.place.member.region for each in world.sent[3] if isinstance(each, Here)] == [0]
+    assert not any(isinstance(each, Here) and each.place.member == gone for each in world.sent[3])
 
 
 def test_who_has_left_is_no_member_by_its_own_last_sign_of_life() -> None:

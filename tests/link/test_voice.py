@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from hf_cocodc.coordinator.messages import Ask, Beat, Bye, Decided, Decision, Note, Paired, Posted, Report
+from hf_cocodc.coordinator.messages import Ask, Beat, Bye, Decided, Decision, Note, Paired, Report
 from hf_cocodc.link.voice import (
     AllHold,
     Effect,
@@ -98,9 +98,6 @@ def test_only_the_leader_speaks_of_the_region() -> None:
     assert leader.said(1, Bye(how="finished")) == ()
     assert leader.said(0, Bye(how="finished")) == (ToCoordinator(Bye(how="finished")),)
     assert leader.said(1, Note(text="why")) == (ToCoordinator(Note(text="why")),)
-    for lane, expected in ((1, [1]), (0, [0]), (2, []), ("x", [])):
-        posted = Posted(sender=OTHER, topic="wire", content={"lane": lane})
-        assert [each.rank for each in leader.heard(posted) if isinstance(each, ToRank)] == expected
 
 
 def test_the_rank_that_waits_longest_tells_for_whom() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_cocodc.net.keys import Altered, Cipher, Keys, ciphers
+from hf_cocodc.net.keys import Altered, Cipher, Keys, Share, ciphers
 
 KEYS = Keys(bytes(range(32)))
 
@@ -45,3 +45,20 @@ def test_the_two_ends_have_each_others_ciphers() -> None:
     assert opens.open(answers.seal(b"mean")) == b"mean"
     with pytest.raises(Altered):
         opens.open(sealed)
+
+
+def test_two_shares_make_keys_that_nobody_else_makes() -> None:
+    """Without the private halves, the secret does not help; nor do they without the secret."""
+    one, other, third = Share(), Share(), Share()
+    keys = one.keys_with(other.public, KEYS, "run", 1)
+    assert keys.raw == other.keys_with(one.public, KEYS, "run", 1).raw
+    others = (
+        one.keys_with(other.public, KEYS, "run", 2),
+        one.keys_with(other.public, KEYS.of("another"), "run", 1),
+        one.keys_with(other.public, None, "run", 1),
+        one.keys_with(third.public, KEYS, "run", 1),
+        third.keys_with(other.public, KEYS, "run", 1),
+    )
+    assert keys.raw not in [each.raw for each in others]
+    with pytest.raises(ValueError):
+        one.keys_with(bytes(32), KEYS)

@@ -79,6 +79,33 @@ def test_the_keys_of_a_pair_are_made_anew_each_time() -> None:
                     open_it(message)
 
 
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "secret"])
+def test_no_token_is_used_again(keys: Keys | None) -> None:
+    """Neither by the same two processes that meet again, nor by one that comes in the place of another: who has heard one cuts
+    no later pair. The connections of the pair before end without a trace in the new one."""
+
+    def tokens(wire: Wire) -> set[bytes]:
+        [pair] = wire._pairs.values()
+        return {pair._first_token(0), pair._first_token(1), pair._token, pair._resumes}
+
+    wires = two_wires(keys=keys)
+    connect(*wires)
+    first, found = wires[0]._pairs[1], [tokens(wire) for wire in wires]
+    assert found[0] == found[1] and len(found[0]) == 4
+    connect(*wires)
+    again = tokens(wires[0])
+    assert again & found[0] == {first._first_token(0), first._first_token(1)}, "said before they have met"
+    called = next(wire for wire in wires if next(iter(wire._pairs.values()))._called is None)
+    assert set(called._port._expected) == again - found[0]
+    got = exchanged([wire.view([0, 1], 1) for wire in wires], PAYLOADS)
+    assert torch.equal(got[0], PAYLOADS[1]) and torch.equal(got[1], PAYLOADS[0])
+    restarted = Wire(1, 2, timeout_s=20.0, keys=keys)
+    connect(wires[0], restarted)
+    assert not tokens(restarted) & (found[0] | again)
+    for wire in (*wires, restarted):
+        wire.close()
+
+
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "encrypted"])
 def test_a_broadcast_takes_no_memory_for_all_of_it(
     keys: Keys | None, monkeypatch: pytest.MonkeyPatch

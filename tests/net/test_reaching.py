@@ -93,6 +93,22 @@ def test_one_way_is_enough() -> None:
         speak(first, second)
 
 
+def test_who_is_called_before_it_searches_has_found_a_way() -> None:
+    """Or has closed it, if it never does."""
+    port, tokens = Port(HOST), [secrets.token_bytes(TOKEN_BYTES) for _ in range(2)]
+    called = [Search(False, 10.0) for _ in tokens]
+    for token, each in zip(tokens, called, strict=True):
+        port.expect(token, each.take)
+    first, unmet = (Search(True, 10.0).run(((HOST, port.number),), token) for token in tokens)
+    second = called[0].run((), tokens[0])
+    assert second.address is None and first.words == second.words and len(set(first.words)) > 200
+    speak(first, second)
+    called[1].close()
+    assert unmet.connection.recv(1) == b""
+    unmet.connection.close()
+    port.close()
+
+
 def test_several_addresses_are_tried() -> None:
     """One at which somebody else answers is not taken for the other end."""
     with nowhere() as wrong, somebody_else() as foreign:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.net import pairs, wire
+from hf_cocodc.net import pairs, reaching, wire
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import FIRST, Wire
@@ -327,6 +327,20 @@ def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> 
         connect(wires[region], wires[2], f"{region}-2")
     assert {wire.view(range(3), 1).connections for wire in wires.values()} == {pairs.MAX_CONNECTIONS}
     assert wires[0].view(range(2), 1, connections=found[0]).connections == found[0]
+
+
+def test_a_region_that_has_not_heard_of_the_others_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens: so it is no region that nobody reaches."""
+    monkeypatch.setattr(reaching, "REACH_S", 0.3)
+    one, other = (Wire(region, 1, timeout_s=20.0) for region in (2, 5))
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(one.meet, 5, other.whereabouts, "2-5")
+        time.sleep(1.0)
+        other.add(other.meet(2, one.whereabouts, "2-5"))
+        one.add(early.result())
+    assert met([wire.view([2, 5], 1) for wire in (one, other)]) == [[2.0, 5.0]] * 2
+    for each in (one, other):
+        each.close()
 
 
 def test_a_region_that_does_not_come_is_named() -> None:

@@ -144,7 +144,7 @@ class Shell(Actor):
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
         self.me, self.has_started = welcome.me, True
-        self.part = enter(welcome, self.terms, str(self.region))
+        self.part = enter(welcome, self.terms)
         if self.lane == 0 and len(self.ranks) > 1:
             self.voice = Voice(num_ranks=len(self.ranks), losses=welcome.losses)
             for rank in self.ranks[1:]:
