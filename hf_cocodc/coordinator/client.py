@@ -175,13 +175,12 @@ class Client:
             except BaseException as error:
                 if call is not None:
                     call.drop()
+                # what may pass is waited for
                 if not isinstance(error, NobodyAnswers | Unreachable | ConnectionEnded):
                     raise
                 if time.monotonic() + LONGEST_WAIT_S > until:
                     raise self._not_reached(hello, wait_s, error) from error
-                waiting(
-                    Waiting(why=f"{str(error).rstrip('.')}. It tries again.")
-                )  # what may pass is waited for
+                waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
             await asyncio.sleep(FIRST_WAIT_S)
 
     def _not_reached(self, hello: Hello, wait_s: float, error: CocodcError) -> MeetingError:

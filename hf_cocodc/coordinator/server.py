@@ -116,7 +116,7 @@ def serve(
     say: Callable[[str], None],
     relay: int | None = None,
 ) -> None:
-    """Run a coordinator in the main thread until SIGINT or SIGTERM. Raises like `serve_in_thread`.
+    """Run a coordinator until SIGINT or SIGTERM; for the main thread. Raises like `serve_in_thread`.
 
     `say` takes the lines of its log. `relay` is the port of a relay beside it. `state`: its file, by default that of the port;
     none at port 0.
