@@ -69,10 +69,9 @@ class Served:
 
     def wait(self) -> None:
         """Wait until it has ended."""
+        # a signal may interrupt another thread: this one handles it between two waits
         while self._thread.is_alive():
-            self._thread.join(
-                0.1
-            )  # a signal may interrupt another thread: this one handles it between two waits
+            self._thread.join(0.1)
 
     def close(self) -> None:
         """End the coordinator. Its regions train on, as far as they can without one."""
