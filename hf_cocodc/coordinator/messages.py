@@ -37,11 +37,10 @@ class Generation(NamedTuple):
     name: Text
 
 
-MOST_LANES = 4096
 NO_GENERATION = Generation(0, "")
 
 
-Lanes = Annotated[tuple[Whereabouts, ...], Meta(min_length=1, max_length=MOST_LANES)]
+Lanes = Annotated[tuple[Whereabouts, ...], Meta(min_length=1, max_length=4096)]
 """Of a region, where each of its processes listens that has connections of its own."""
 
 

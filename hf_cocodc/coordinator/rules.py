@@ -1144,12 +1144,9 @@ class _Work:
         if not state.newcomers or self.now - state.here_at < HERE_S:
             return
         self.change(here_at=self.now)
-        seats = {
-            seat.member: who
-            for who, seat in state.seats.items()
-            if self.now - seat.since >= HERE_S
-            and seat.member in state.lanes  # who has left may still be connected
-        }
+        waited = [each for each in state.seats.values() if self.now - each.since >= HERE_S]
+        # one that has left may still be connected
+        seats = {each.member: state.callers[each.member] for each in waited if each.member in state.lanes}
         for newcomer in state.newcomers.keys() & seats.keys():
             for other in seats.keys() - {newcomer}:
                 if not {(newcomer, other), (other, newcomer)} <= state.pairs:

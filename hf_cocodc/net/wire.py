@@ -82,7 +82,6 @@ class Wire:
         self._keys, self._share = keys, Share()
         self.region, self.timeout_s = region, timeout_s
         self._asked = connections
-        self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
         self.why_lost: Callable[[int, float, bool], str | None] = self._is_late
         self.relay: tuple[str, int] | None = None
@@ -145,9 +144,8 @@ class Wire:
         Returns the number of payload connections of each pair, equal in all regions. Raises LinkError if one is not made in
         time.
         """
-        pairs = [
-            self._pair(region, *of_region) for region, of_region in sorted(others.items())
-        ]  # all may call at once
+        # whoever has heard of this region earlier may call already
+        pairs = [self._pair(region, *of_region) for region, of_region in sorted(others.items())]
         try:
             side_by_side([pair.meet for pair in pairs], _THREADS)
             count = self._widen(pairs)
@@ -224,24 +222,10 @@ class Wire:
         self._port.close()
 
     def _pair(self, region: int, other: Whereabouts, about: str) -> Pair:
-        try:
-            agreed = self._share.keys_with(other.share, self._keys, about)
-        except ValueError as error:
-            raise LinkError(
-                f"region {region} has said a share of which no keys can be made: {error}."
-            ) from error
+        agreed = self._share.keys_with(other.share, self._keys, about)
+        how = self.addresses, other.addresses, agreed, self.timeout_s, self._call_from, self._keys
         return Pair(
-            self.region,
-            region,
-            self._port,
-            self.addresses,
-            other.addresses,
-            agreed,
-            self.timeout_s,
-            self._call_from,
-            self._keys,
-            judge=partial(self._judge, region),
-            relay=self.relay,
+            self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay
         )
 
     def _is_late(self, region: int, broken_at: float, is_denied: bool) -> str | None:

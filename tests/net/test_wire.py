@@ -336,6 +336,7 @@ def test_a_region_that_has_not_heard_of_the_others_yet_is_waited_for(monkeypatch
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(one.meet, 5, other.whereabouts, "2-5")
         time.sleep(1.0)
+        monkeypatch.undo()
         other.add(other.meet(2, one.whereabouts, "2-5"))
         one.add(early.result())
     assert met([wire.view([2, 5], 1) for wire in (one, other)]) == [[2.0, 5.0]] * 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import platform
 import shlex
@@ -207,6 +208,8 @@ def compare(
     except OSError as error:
         where = named(address, regions.port or 0).removesuffix(":0")
         words = f"this machine cannot listen on {where}: {error.strerror or error}."
+        if error.errno == errno.EADDRINUSE:
+            words += " A region of this machine that waits or trains has its port already."
         command = "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address; or another regions.port"
         yield Finding("regions", WRONG, words, command)
         return

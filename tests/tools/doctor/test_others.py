@@ -333,6 +333,14 @@ def test_an_address_on_which_nobody_can_listen() -> None:
     assert "cannot listen on 203.0.113.7" in found[0].words and "regions.interface" in str(found[0].command)
 
 
+def test_a_port_that_a_region_of_this_machine_has() -> None:
+    """It listens while it waits for the others, too."""
+    with socket.create_server(("127.0.0.1", 0)) as region:
+        regions = RegionConfig(port=region.getsockname()[1])
+        [found] = others.compare(Shelf(), 2, MINE, "127.0.0.1", 1.0, lambda words: None, regions)  # type: ignore[arg-type]
+    assert "A region of this machine that waits or trains has its port already" in found.words
+
+
 def test_a_relay_that_this_machine_reaches_is_a_way() -> None:
     with socket.create_server(("127.0.0.1", 0)) as relay:
         port = relay.getsockname()[1]
