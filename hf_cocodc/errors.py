@@ -74,7 +74,9 @@ class MeetingRefused(MeetingError):
 
 
 class RegionLostError(LinkError):
-    """A region, named in the message, closed its connection, was silent for longer than the timeout, or did not come."""
+    """A region, named in the message, closed its connection, was silent for longer than the timeout, or did not come. Once
+    training has begun, the message says what the others have saved.
+    """
 
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)

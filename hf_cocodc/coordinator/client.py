@@ -299,6 +299,9 @@ class Client:
                 await self._come_back()
             else:
                 await self._serve(self._call)
+        while True:  # nobody hears it, but the region looks after its own waits
+            await asyncio.sleep(self._period_s)
+            self._say_beat()
 
     async def _serve(self, call: OpenCall) -> None:
         """Hear and speak until the connection ends."""
@@ -352,7 +355,7 @@ class Client:
                 self._is_away = True
                 logger.warning(
                     "the coordinator at %s decides nothing for region %d: %s. Training goes on; once a loss is to be decided, "
-                    "the region waits for regions.wait_s, then ends",
+                    "the region waits for that, and ends after a time-out",
                     *(self._address, self.me.region, message.why),
                 )
             if isinstance(message, Resumed) and self._is_away and call is self._call:

@@ -151,7 +151,7 @@ def _messages(after: Run, effects: Iterable[Effect], calls_again: bool) -> Itera
             case SendTo(message=Refuse(why=why)):
                 yield f"refused: {why}"
             case SendTo(message=Waiting(why=why)) if calls_again:
-                yield f"{why}. The region trains on; once a loss is to be decided, it waits for regions.wait_s, then ends"
+                yield f"{why}. The region trains on; once a loss is to be decided, it waits for that, and ends after a time-out"
             case SendTo(to=to, message=Resumed()) if to in after.seats:
                 yield f"region {after.seats[to].member.region} is back"
             case SendTo(to=to, message=LeaveNow()) if to in after.seats:

@@ -51,6 +51,7 @@ class Region:
     changes: int = 0
     step: int = 0
     waits_for: int | None = None
+    beats: int = 0
 
     def start(self) -> None:
         self.client.start(self._on, self._beat, self._back)
@@ -65,6 +66,7 @@ class Region:
         self.heard_at.append(time.monotonic())
 
     def _beat(self) -> Beat:
+        self.beats += 1
         members = tuple(place.member for place in self.welcome.members)
         return Beat(
             step=self.step,
