@@ -222,7 +222,13 @@ class Wire:
         self._port.close()
 
     def _pair(self, region: int, other: Whereabouts, about: str) -> Pair:
-        agreed = self._share.keys_with(other.share, self._keys, about)
+        try:
+            agreed = self._share.keys_with(other.share, self._keys, about)
+        except ValueError as error:
+            raise LinkError(
+                f"region {region} says that its key is {other.share.hex()}, and that is none of X25519: what it runs is not this "
+                "version of hf_cocodc. Install the same version in all regions."
+            ) from error
         how = self.addresses, other.addresses, agreed, self.timeout_s, self._call_from, self._keys
         return Pair(
             self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay

@@ -22,6 +22,7 @@ from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import FIRST, Wire
 from tests.link.memory import PATIENCE_S, at_once, connect, connected, wait_until
+from tests.listening import lanes
 
 IDS = (2, 5, 9)
 TAG = 63
@@ -39,6 +40,18 @@ def met(views: Sequence[View]) -> list[list[float]]:
 
 def row() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.uint8)
+
+
+def test_a_key_that_is_none_costs_its_region() -> None:
+    """Keys with it would be known to all."""
+    here, there = Wire(0), lanes()[0]
+    for connect_to in (
+        lambda about: here.meet(1, *about),
+        lambda about: here.connect_all({1: about}),
+    ):
+        with pytest.raises(LinkError, match="region 1 says that its key is 0000.*none of X25519"):
+            connect_to((there, "run"))
+    here.close()
 
 
 def test_a_view_knows_positions_and_its_errors_ids() -> None:
