@@ -26,10 +26,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda handle: None
 
 
+gc.disable()  # until all modules are loaded: they make no garbage
+
+
 def pytest_collection_finish() -> None:
     """All modules are loaded. Trainer collects garbage whenever it trains, and would look through all of them each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Two processes share the tests where all are asked for: the cores are idle while a test waits. `-n` says otherwise."""
+    """Several processes share the tests where all are asked for; `-n` says otherwise.
+
+    Three share the default tests, many of which wait and leave a core idle; two the slow ones, which start more processes.
+    """
     is_all = config.args == config.getini("testpaths") and not config.option.usepdb
     is_worker = hasattr(config, "workerinput")
     if is_all and not is_worker and getattr(config.option, "numprocesses", 0) is None:
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        config.option.numprocesses = 3 if config.option.markexpr == "not slow" else 2
+        config.option.dist = "worksteal"
