@@ -13,7 +13,7 @@ import pytest
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.tools.doctor import examine, facts
+from hf_cocodc.tools.doctor import coordinator, examine, facts
 from hf_cocodc.tools.doctor.facts import OK, Finding
 
 
@@ -42,8 +42,11 @@ def test_this_machine_can_train_the_quickstart(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_what_is_wrong_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_ends_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A recipe that cannot work, and a coordinator that does not answer: both are said, and what else is seen."""
+    monkeypatch.setattr(coordinator.reach, "__defaults__", (0.5,))
     wrong = ["--set", "model.config.num_attention_heads=7", "--coordinator", "127.0.0.1:1", "--region", "0"]
     assert main(["doctor", "quickstart/diloco", *wrong, "--json", "found.json"]) == 2
     found = levels(tmp_path / "found.json")

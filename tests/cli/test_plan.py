@@ -177,15 +177,23 @@ def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_plan_with_a_measured_step_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--measure trains a few steps and leaves nothing; the recipe that is written is trained by two regions."""
     recipe = tmp_path / "mine.yaml"
-    more: dict[str, Any] = {"max_steps": 60, "save_steps": 60, "eval_steps": 60}
+    more: dict[str, Any] = {
+        "max_steps": 20,
+        "save_steps": 20,
+        "eval_strategy": '"no"',
+        "eval_on_start": "false",
+    }
     lines = "".join(f"  {key}: {value}\n" for key, value in more.items())
-    recipe.write_text(f"extends: quickstart/diloco\ntraining:\n  output_dir: {tmp_path / 'runs'}\n{lines}")
+    small = "model:\n  config: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4}\n"
+    recipe.write_text(
+        f"extends: quickstart/diloco\n{small}training:\n  output_dir: {tmp_path / 'runs'}\n{lines}"
+    )
     out = tmp_path / "out.yaml"
     words = ["plan", str(recipe), *LINK, "--measure", "--target", "0.5", "--write", str(out)]
     assert main(words) == 0
     assert not (tmp_path / "runs").exists()
     assert main(["train", str(out)]) == 0
-    assert "inner steps           60 in each of 2 region(s)" in capsys.readouterr().out
+    assert "inner steps           20 in each of 2 region(s)" in capsys.readouterr().out
 
 
 def test_a_plan_over_a_lossy_link_tells_the_worst_trial(

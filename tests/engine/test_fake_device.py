@@ -191,21 +191,20 @@ def synchronizer(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rests_on_host", "num_regions"),
+    ("dtype", "rests_on_host", "overlaps", "num_regions"),
     [
-        (torch.float32, False, 2),
-        (torch.bfloat16, False, 3),
-        (torch.float32, True, 3),
-        (torch.bfloat16, True, 2),
+        (torch.float32, False, True, 2),
+        (torch.bfloat16, False, False, 3),
+        (torch.float32, True, False, 3),
+        (torch.bfloat16, True, True, 2),
     ],
-    ids=["fp32-model", "bf16-model", "fp32-host", "bf16-host"],
+    ids=["fp32-model-overlap", "bf16-model-alone", "fp32-host-alone", "bf16-host-overlap"],
 )
-@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlap"])
 @pytest.mark.parametrize("name", known())
 def test_rounds_of_a_method(
     name: str, overlaps: bool, dtype: torch.dtype, rests_on_host: bool, num_regions: int, fake: Fake
 ) -> None:
-    """Training waits for nothing; what is kept stays where it rests."""
+    """Training waits for nothing; what is kept stays where it rests. Each two of the settings meet."""
     home, link = Home(FAR, rests_on_host), FakeLink(fake, num_regions)
     config = OuterConfig(method=name, **settings(name, overlaps))
     region = synchronizer(fake, link, config, home, *SHAPES, dtype=dtype, guard=Guard(), digest_interval=2)

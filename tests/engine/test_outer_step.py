@@ -314,7 +314,7 @@ def test_a_checksum_found_late_is_that_of_the_send(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", METHODS)
 def test_no_round_after_the_first_takes_new_memory(name: str) -> None:
     """Once a fragment's first transfers have landed, no operation of a send or a landing asks for its length of memory."""
-    numel = 20 * LENGTH + 3
+    numel = 6 * LENGTH + 3
     model = Blocks([torch.randn(numel) for _ in range(3)])
     method = method_of(name)
     length = method.fragments(model)[0].numel

@@ -18,7 +18,7 @@ from hf_cocodc.snapshot import local_weights, manifest
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 from tests.toys import llama
 
-PATIENCE_S, WRITES_S = 4.0, 7.0
+PATIENCE_S, WRITES_S = 2.0, 3.0
 
 
 def slow(function):  # noqa: ANN001, ANN201

@@ -389,7 +389,7 @@ def test_the_coordinator_and_the_secret() -> None:
     lines, _ = reach(address, KEYS, timeout_s=0.1)
     assert lines[1].level == WRONG and "no coordinator answers" in lines[1].words
     assert f"nc -vz 127.0.0.1 {served.port}" in str(lines[1].command)
-    lines, _ = reach("no-such-machine.invalid:1", KEYS)
+    lines, _ = reach("no-such-machine.invalid:1", KEYS, timeout_s=0.5)
     assert (lines[1].level, lines[1].command) == (WRONG, "getent hosts no-such-machine.invalid")
     none = doctors_coordinator.secret("10.0.0.1:29650", None)
     assert none.level == WARN and none.command == doctors_coordinator.NEW_SECRET
