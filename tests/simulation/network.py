@@ -3,7 +3,6 @@
 import heapq
 import random
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 LONGEST_DELAY_S = 0.4
@@ -87,20 +86,24 @@ class Connection:
     def flush(self) -> None:
         """Deliver what a cut has held back."""
         for receiver, sender in self.other.items():
-            if self.held[receiver] and not sender.network.is_cut(sender, receiver):
-                held, self.held[receiver] = self.held[receiver], []
-                for item in held:
-                    deliver = partial(self._hand_over, receiver, item)
-                    sender.network.at(self._next(receiver), receiver, deliver)
+            for _ in self.held[receiver]:
+                self._release_soon(sender, receiver)
 
-    def _next(self, receiver: Actor) -> float:
-        self.arrives_at[receiver] = max(self.arrives_at[receiver], receiver.network.now) + 1e-9
-        return self.arrives_at[receiver]
+    def _release_soon(self, sender: Actor, receiver: Actor) -> None:
+        network = sender.network
+        network.at(network.now, receiver, lambda: self._release(sender, receiver))
+
+    def _release(self, sender: Actor, receiver: Actor) -> None:
+        held = self.held[receiver]
+        if held and not sender.network.is_cut(sender, receiver):
+            self._hand_over(receiver, held.pop(0))
 
     def _arrive(self, sender: Actor, receiver: Actor, item: Any) -> None:
+        """Items that were held back come first, also if they have yet to be released."""
         if self.held[receiver] or sender.network.is_cut(sender, receiver):
             self.held[receiver].append(item)
             sender.network.holding[self] = None
+            self._release_soon(sender, receiver)
         else:
             self._hand_over(receiver, item)
 
