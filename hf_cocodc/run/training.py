@@ -138,7 +138,7 @@ class Training:
 
     def stop_if_lost(self, words: Words | None) -> bool:
         """Stop here, where a landing shows that a region is lost and that ends the run; returns whether it is so. All others come
-        to this at the same step, with the same global params.
+        to this at the same step, with the same global params. After the last step nothing is left to stop: they finish.
 
         Raises RegionLostError where regions have pipeline stages: these may land at different steps, and none may end alone.
         """
@@ -149,6 +149,9 @@ class Training:
         if len(self.link.parties) == self._num_regions:
             return False
         lost, why = self._losses(self.link.parties)
+        if self.is_all_made:  # from a checkpoint of this step nobody could train on
+            logger.warning("%s: all steps are made, so the others finish without its last ones.", why)
+            return False
         if self.has_stages:
             raise RegionLostError(lost, f"{why}. Start all regions again with --resume.")
         self.endings.lose(lost, why)

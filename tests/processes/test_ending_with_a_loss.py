@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_cocodc.snapshot import manifest
+from hf_cocodc.snapshot.checkpoint import read
 from hf_cocodc.snapshot.folders import usable
 from tests.processes.coming_worker import events, loop, trainer
 from tests.processes.test_coming_and_going import TIMEOUT_S, Run
@@ -60,3 +61,17 @@ def test_a_region_that_is_frozen_for_too_long_hears_that_the_run_has_ended(tmp_p
     [output] = ends(run, 1)
     assert "LeftBehind: the other regions have ended without region 1: " in output
     assert not (tmp_path / "saved-1").exists()
+
+
+@pytest.mark.slow
+def test_a_region_that_is_lost_in_the_last_round_lets_the_others_finish(tmp_path: Path) -> None:
+    """From a checkpoint of the last step nobody could go on."""
+    run = Run(tmp_path, 3, trainer, 24, 0.05, "diloco", ALONE)
+    run.wait_for_step(1, 22)
+    run.kill(1)
+    found = run.results(0, 2)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    for region in (0, 2):
+        assert "region 1 is lost: " in run.log(region).read_text()
+        home = tmp_path / "out" / f"region-{region}"
+        assert read(usable(home)[24], with_values=False).facts.finished
