@@ -230,8 +230,8 @@ def _train(
     def tell(failed: launch.RegionProcess, left_s: float) -> None:
         """Say why nothing trains."""
         display.say(
-            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: they save a "
-            f"checkpoint, and end within {left_s:.0f} s."
+            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: at their next "
+            f"transfer they save a checkpoint, and end. Without a step for {left_s:.0f} s, they are ended."
         )
 
     try:

@@ -91,9 +91,14 @@ class RegionProcess:
         return str(heard(self.status).get("over", ""))
 
     @property
+    def step(self) -> int | None:
+        """The inner step that the region has told last; None before its training."""
+        return heard(self.status).get("step")
+
+    @property
     def has_trained(self) -> bool:
         """Whether the region has come as far as its training."""
-        return "step" in heard(self.status)
+        return self.step is not None
 
     @property
     def has_ended(self) -> bool:
@@ -309,13 +314,15 @@ def watch(
 ) -> list[RegionProcess]:
     """Wait for all regions and call `show` meanwhile; return the regions that failed, in the order in which they did.
 
-    After a failure the others have time to notice it (`timeout_s`) and to save, before they are ended. If they can go on
-    without a lost region, `lose` is called with it. Before they train they cannot: they wait for all. If they then have not
-    ended after a while, `tell` is called with the first that failed, and the seconds until they are ended.
+    After a failure the others train up to the transfer in which they notice it. Once none makes a step, they have time to notice
+    it (`timeout_s`) and to save, before they are ended. If they can go on without a lost region, `lose` is called with it. Before
+    they train they cannot: they wait for all. If they then have not ended after a while, `tell` is called with the first that
+    failed, and the seconds without a step after which they are ended.
     """
     failed: list[RegionProcess] = []
     lost: list[RegionProcess] = []
     deadline = math.inf
+    steps: list[int | None] = []
     say_at: float | None = None
     while True:
         ended = [each for each in processes if each.has_ended]
@@ -332,8 +339,8 @@ def watch(
                     lose(each)
             deadline = math.inf
         elif failed:
-            now = time.monotonic()
-            deadline = min(deadline, now + timeout_s + GRACE_S)
+            now, before, steps = time.monotonic(), steps, [each.step for each in others]
+            deadline = min(deadline if steps == before else math.inf, now + timeout_s + GRACE_S)
             if say_at is None:
                 say_at = now + _SAY_AFTER_S
             if say_at <= now:

@@ -319,6 +319,28 @@ def test_regions_that_cannot_go_on_are_ended(
     assert regions[0].process.returncode < 0
 
 
+TRAINS = """
+import pathlib
+for step in range(4, 16):
+    pathlib.Path({status!r}).write_text(f'{{{{"step": {{step}}}}}}')
+    time.sleep(0.1)
+"""
+
+
+def test_regions_have_time_until_the_transfer_in_which_they_notice_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round may take longer than all time-outs. They save a checkpoint at its end."""
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    monkeypatch.setattr(launch, "_CHECK_S", 0.05)
+    regions = [
+        a_region(tmp_path, 0, TRAINS.format(status=str(tmp_path / "0.json"))),
+        a_region(tmp_path, 1, "sys.exit(2)"),
+    ]
+    assert launch.watch(regions, lambda: None, timeout_s=0) == [regions[1]]
+    assert regions[0].process.returncode == 0
+
+
 LEAVES = """
 import signal, subprocess
 rank = subprocess.Popen([sys.executable, "-c", '''
