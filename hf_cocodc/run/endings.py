@@ -55,7 +55,7 @@ def farewell(
     step: int, why: str, saved_at: int, saved_everywhere: int, members: Sequence[int] | None = None
 ) -> str:
     """What a region says when all regions have stopped at `step`: what it has saved there, what all have, and how to go on.
-    `members`: those that are left of a run that goes on without lost regions; None of another run, in which all are.
+    `members`: those that are left; None if the run ends with any lost region, and none is.
 
     >>> print(farewell(7, "region 1 was interrupted", 7, 5)[57:163])
     This region has saved checkpoint-7 in its folder. All regions have checkpoint-5 (of later ones it does not

@@ -110,13 +110,14 @@ def say_farewell(outer: OuterOptimizer) -> None:
     if not outer.finished:
         outer.raise_loss()
         step, why = outer.inner_step, outer.why
+        is_whole = not outer.link.is_elastic and len(outer.members) == outer.link.most_regions
         stopped = RunStopped(
             farewell(
                 step,
                 why,
                 outer.training.endings.word.saved_at,
                 outer.training.endings.saved_everywhere,
-                outer.link.members if outer.link.is_elastic else None,
+                None if is_whole else outer.members,
             )
         )
         if outer.verdict == "leave":

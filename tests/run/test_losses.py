@@ -10,9 +10,12 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.errors import InputError, RegionLostError
+from hf_cocodc.errors import InputError, RegionLostError, RunStopped
+from hf_cocodc.link.records import Word
 from hf_cocodc.run.endings import loss_in_words
 from hf_cocodc.run.session import keep
+from hf_cocodc.run.training import Training
+from hf_cocodc.trainer.leaving import say_farewell
 from tests.link.memory import Regions
 from tests.toys import llama
 
@@ -54,3 +57,34 @@ def test_what_a_region_says_names_the_way_out_and_what_is_saved(has_saved: bool)
     said = loss_in_words(12, "region 1 is lost: its disk is full", has_saved)
     assert said.startswith("region 1 is lost: its disk is full. The other regions have ended at step 12")
     assert ("has saved checkpoint-12" in said) is has_saved and "--resume" in said
+
+
+@pytest.mark.parametrize("is_all_made", [True, False])
+def test_a_loss_after_the_last_step_stops_nobody(is_all_made: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of this step could not be resumed: nothing is left to train."""
+    lost: list[int] = []
+    link = SimpleNamespace(is_elastic=False, parties=(0, 2), gather=lambda record, what: (record, record))
+    training: Any = SimpleNamespace(link=link, inner_step=8, is_all_made=is_all_made, has_stages=False)
+    training._num_regions, training._losses = 3, lambda left: (1, "region 1 is lost: its disk is full")
+    training.endings = SimpleNamespace(lose=lambda region, why: lost.append(region))
+    assert Training.stop_if_lost(training, {0: Word(), 2: Word()}) is not is_all_made
+    assert lost == ([] if is_all_made else [1])
+    assert ("region 1 is lost: its disk is full: all steps are made" in caplog.text) is is_all_made
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (0, 2)])
+def test_who_stops_for_another_reason_counts_no_lost_region_among_those_that_have_saved(
+    members: tuple[int, ...],
+) -> None:
+    """A signal and a loss may come with one transfer."""
+    outer: Any = SimpleNamespace(finished=False, raise_loss=lambda: None, inner_step=7, verdict="stop")
+    outer.why, outer.members = "region 0 was interrupted", members
+    outer.link = SimpleNamespace(is_elastic=False, most_regions=3, region=0)
+    endings = SimpleNamespace(word=Word(saved_at=7), saved_everywhere=7)
+    outer.training = SimpleNamespace(endings=endings, journal=SimpleNamespace(write_error=print))
+    with pytest.raises(RunStopped) as caught:
+        say_farewell(outer)
+    assert ("All regions have checkpoint-7" in str(caught.value)) is (len(members) == 3)
+    assert ("regions that were left (0, 2), all have checkpoint-7" in str(caught.value)) is (
+        len(members) == 2
+    )
