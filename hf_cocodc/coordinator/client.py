@@ -254,7 +254,7 @@ class Client:
             on: called in the thread with each message after `Welcome`, in order.
             beat: returns this region's heartbeat; also called now and then while there is no connection.
             back: returns what this region says after a new connection.
-            away: called when the connection has ended.
+            away: called when the connection has ended, unless that is by a refusal.
         """
         self._on, self._beat, self._back, self._tell_away = on, beat, back, away
         assert self._thread is not None, "start follows meet"
@@ -366,8 +366,10 @@ class Client:
         """End a connection, and say so unless that is known."""
         self.is_connected, self._call = False, None
         call.drop()
+        if self._is_over:  # the refusal has said why nothing more is decided
+            return
         self._tell_away()
-        if not self._is_away and not self._is_over:
+        if not self._is_away:
             self._is_away = True
             logger.warning(
                 "the coordinator at %s does not answer (%s): training goes on; what only it decides waits until it is "

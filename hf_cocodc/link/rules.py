@@ -447,7 +447,11 @@ class _MemberWork:
             return
         if state.frozen and waited.undecided_s > terms.wait_s and waited.away_s > terms.timeout_s:
             said = "answered" if not state.undecided else "decided"
-            way_out = state.undecided or "Start it again with its state file"
+            way_out = (
+                f"{state.undecided.rstrip('. ')}. Start all regions again with --resume."
+                if state.undecided
+                else "Start it again with its state file, then all regions with --resume."
+            )
             limit = f"wait_s={terms.wait_s:g}" if terms.is_open else f"timeout_s={terms.timeout_s:g}"
             saves = (
                 ""
@@ -461,7 +465,7 @@ class _MemberWork:
             self.fail(
                 LinkError if lost is None else RegionLostError,
                 f"{known}Region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
-                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}, then all regions with --resume.{saves}",
+                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}{saves}",
                 lost,
             )
         if call is None or waited.waited_s <= terms.stuck_timeout_s:

@@ -52,9 +52,13 @@ class Region:
     step: int = 0
     waits_for: int | None = None
     beats: int = 0
+    aways: int = 0
 
     def start(self) -> None:
-        self.client.start(self._on, self._beat, self._back)
+        self.client.start(self._on, self._beat, self._back, self._away)
+
+    def _away(self) -> None:
+        self.aways += 1
 
     def wait_for(self, kind: type, timeout_s: float = 5.0) -> Any:
         """The first message of this kind."""

@@ -277,6 +277,9 @@ def test_a_region_that_is_refused_hears_so_and_calls_no_more() -> None:
     assert a.wait_for(Refuse).error == "LeftBehind"
     before = a.beats
     wait_until(lambda: a.beats > before + 2, 5.0)
+    assert (
+        a.aways == 1
+    )  # of the broken connection: the refusal tells why nobody decides any more, and no outage does
     assert sum(isinstance(each, Refuse) for each in a.heard) == 1
     part(a, b)
     served.close()
