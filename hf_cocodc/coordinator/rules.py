@@ -529,7 +529,8 @@ class _Work:
             op_at=now if beat.op != seat.beat.op else seat.op_at,
         )
         self.change(seats={**state.seats, who: seat})
-        if beat.members and beat.losses == state.losses and beat.changes > state.applied:
+        is_known = {*beat.members} <= state.lanes.keys()
+        if beat.members and is_known and beat.losses == state.losses and beat.changes > state.applied:
             self.applied(beat.changes, beat.members)
 
     def applied(self, changes: int, members: tuple[Member, ...]) -> None:

@@ -274,6 +274,15 @@ def test_who_writes_to_one_that_has_left_hears_that_it_has_gone() -> None:
     assert world.last(1) == Gone(member=gone)
 
 
+def test_a_sign_of_life_makes_nobody_a_member_of_whom_nobody_has_heard() -> None:
+    """Else nobody could be told how to reach all members, and the rules would fail at every newcomer."""
+    world = of_three()
+    members = world.state.members
+    world.do(Came(1, Beat(changes=7, members=(*members, Member(3, 99)))))
+    assert world.state.members == members
+    assert newcomer(world, 9, region=3) in world.state.newcomers
+
+
 def test_a_region_that_was_lost_is_no_member_when_it_calls_again() -> None:
     world = of_three()
     world.state = replace(world.state, lost=frozenset([world.state.members[1].ticket]))
