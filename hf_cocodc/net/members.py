@@ -4,6 +4,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from ..settings.fields import LONGEST_HOST
+from ..settings.regions import MOST_ADDRESSES
 from .keys import SHARE_BYTES
 from .validation import Count
 
@@ -20,9 +22,12 @@ class Whereabouts(NamedTuple):
 
     addresses: Annotated[
         tuple[
-            tuple[Annotated[str, Meta(min_length=1, max_length=255)], Annotated[int, Meta(ge=1, le=65535)]],
+            tuple[
+                Annotated[str, Meta(min_length=1, max_length=LONGEST_HOST)],
+                Annotated[int, Meta(ge=1, le=65535)],
+            ],
             ...,
         ],
-        Meta(min_length=1, max_length=16),
+        Meta(min_length=1, max_length=MOST_ADDRESSES),
     ]
     share: Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]

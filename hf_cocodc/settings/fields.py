@@ -16,6 +16,7 @@ _R = TypeVar("_R")
 
 _hints = functools.cache(get_type_hints)
 
+LONGEST_HOST = 255
 _EXPERT = "Expert: "
 """How the help of an expert setting begins."""
 
@@ -141,3 +142,7 @@ def check_host(name: str, host: str) -> None:
         host.encode("idna")
     except UnicodeError as error:
         raise InputError(f"{name}: {shown(host)} is not the name of a machine ({error}).") from error
+    if len(host) > LONGEST_HOST:
+        raise InputError(
+            f"{name}: {shown(host)} has {len(host)} characters, and the name of a machine has at most {LONGEST_HOST}. Correct it."
+        )

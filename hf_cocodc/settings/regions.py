@@ -22,6 +22,7 @@ from .environment import (
 from .fields import Limit, Settings, among, check_host, documented, setting, within
 
 WAIT_S = 3600.0
+MOST_ADDRESSES = 16
 MOST_REGIONS = 1024
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
@@ -149,6 +150,11 @@ class RegionConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.announced) > MOST_ADDRESSES:
+            raise InputError(
+                f"regions.announce: {len(self.announced)} addresses, and others take at most {MOST_ADDRESSES} of a region. "
+                "Announce fewer."
+            )
         for address in self.announced:
             address_parts(address)
         if self.coordinator is not None:

@@ -410,6 +410,16 @@ def test_what_is_no_address_is_refused(announce: list[str] | str) -> None:
         RegionConfig(announce=announce)
 
 
+def test_who_announces_more_than_others_take_hears_so() -> None:
+    """The coordinator heeds no message with more: the region would wait for it in vain."""
+    longest = ".".join(["a" * 51] * 4 + ["b" * 47])
+    assert RegionConfig(announce=[longest] * 16).addresses(port=1, lane=0) == ((longest, 1),) * 16
+    with pytest.raises(InputError, match=r"regions\.announce: 17 addresses, .* at most 16 .* Announce fewer"):
+        RegionConfig(announce=["a"] * 17)
+    with pytest.raises(InputError, match=r"regions\.announce: .* has 256 characters, .* at most 255"):
+        RegionConfig(announce=longest + "b")
+
+
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
     with pytest.raises(InputError, match=r"regions\.port=.* must lie in 1 \.\. 65535"):
