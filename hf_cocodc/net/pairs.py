@@ -91,11 +91,13 @@ class Pair:
         self._came: dict[int, socket.socket] = {}
         self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
+        self._is_closed = False
         self._search = Search(region < other, timeout_s, own, relay)
         self._port.expect(self._first_token(region), self._search.take)
 
     def close(self) -> None:
         """Close all connections. Streams end with what is said on them, or with the other region."""
+        self._is_closed = True
         for token in (self._first_token(self._ids[0]), self._token, self._resumes):
             self._port.forget(token)
         self._search.close()
@@ -105,6 +107,11 @@ class Pair:
             connection.close()
         for unclaimed in came.values():
             unclaimed.close()
+
+    def _look_whether_closed(self) -> None:
+        """Close what was made while another thread has closed the pair: what follows then fails."""
+        if self._is_closed:
+            self.close()
 
     def _first_token(self, called: int) -> bytes:
         """What one of the two regions says when it calls the other one for the first time."""
@@ -139,6 +146,7 @@ class Pair:
             self._port.expect(self._token, self._arrive)
             self._port.expect(self._resumes, self._come_back)
         self.control = self._connection(0, str(other))
+        self._look_whether_closed()
         self._attach(self.control, connection)
 
     def widen(self, count: int, congestion: str | None = None) -> None:
@@ -148,6 +156,7 @@ class Pair:
         self.bulk = [
             self._connection(number, f"{self.region}-{number - 1}", congestion) for number in numbers
         ]
+        self._look_whether_closed()
 
         def make(number: int) -> None:
             self._attach(self.bulk[number - 1], self._open(number, self._timeout_s))

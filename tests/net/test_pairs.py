@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ import torch
 from hf_cocodc.errors import LinkError
 from hf_cocodc.link import calls
 from hf_cocodc.net.keys import Altered, Keys
+from hf_cocodc.net.pairs import Pair
+from hf_cocodc.net.reaching import Found, Search
 from hf_cocodc.net.view import UnderWay, View
 from hf_cocodc.net.wire import Wire
-from tests.link.memory import connect
+from tests.link.memory import at_once, connect
 from tests.secret import secret
 
 KEYS = Keys.from_secret(secret("a long secret of ours"))
@@ -103,6 +108,32 @@ def test_no_token_is_used_again(keys: Keys | None) -> None:
     connect(wires[0], restarted)
     assert not tokens(restarted) & (found[0] | again)
     for wire in (*wires, restarted):
+        wire.close()
+
+
+def test_a_pair_that_is_closed_while_it_meets_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pair has failed: whoever meets in a thread of its own does not know that yet."""
+    wires = two_wires()
+    pairs = [
+        here._pair(there.region, there.whereabouts, "pair")
+        for here, there in zip(wires, wires[::-1], strict=True)
+    ]
+    run = Search.run
+
+    def late(search: Search, *about: Any) -> Found:
+        found = run(search, *about)
+        next(pair for pair in pairs if pair._search is search).close()
+        return found
+
+    monkeypatch.setattr(Search, "run", late)
+
+    def fails(pair: Pair) -> None:
+        with pytest.raises(LinkError, match="the connection is closed"):
+            pair.meet()
+
+    at_once(*(partial(fails, pair) for pair in pairs))
+    for wire, pair in zip(wires, pairs, strict=True):
+        assert not wire._port._expected and pair.lost_at < math.inf
         wire.close()
 
 
