@@ -29,7 +29,7 @@ FIRST = 0
 _MOST_ASKED = 64
 """The most that regions.connections may ask for."""
 _THREADS = 16
-"""The most pairs that meet at the same time."""
+"""The most pairs that are widened at the same time."""
 _LONG_S = 0.005
 """A shorter round trip belongs to one site."""
 _SOON = 0.25
@@ -144,10 +144,12 @@ class Wire:
         Returns the number of payload connections of each pair, equal in all regions. Raises LinkError if one is not made in
         time.
         """
-        # whoever has heard of this region earlier may call already
-        pairs = [self._pair(region, *of_region) for region, of_region in sorted(others.items())]
+        pairs: list[Pair] = []
         try:
-            side_by_side([pair.meet for pair in pairs], _THREADS)
+            # whoever has heard of this region earlier may call already
+            pairs.extend(self._pair(region, *of_region) for region, of_region in sorted(others.items()))
+            # all at once: the other end gives a search up that it has begun, and this one has not
+            side_by_side([pair.meet for pair in pairs], len(pairs))
             count = self._widen(pairs)
         except BaseException:
             for pair in pairs:

@@ -19,6 +19,8 @@ import torch
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.net import pairs, reaching, wire
 from hf_cocodc.net.connection import Connection, Operation
+from hf_cocodc.net.keys import Share
+from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import FIRST, Wire
 from tests.link.memory import PATIENCE_S, at_once, connect, connected, wait_until
@@ -51,6 +53,9 @@ def test_a_key_that_is_none_costs_its_region() -> None:
     ):
         with pytest.raises(LinkError, match="region 1 says that its key is 0000.*none of X25519"):
             connect_to((there, "run"))
+    with pytest.raises(LinkError, match="region 2 says"):
+        here.connect_all({1: (Whereabouts((("h", 1),), Share().public), "run"), 2: (there, "run")})
+    assert not here._port._expected, "nobody is expected any more"
     here.close()
 
 
@@ -111,6 +116,19 @@ def test_the_first_call_that_fails_ends_the_waiting() -> None:
     go_on.set()
     time.sleep(0.3)
     assert sorted(begun) == [0, 1]
+
+
+def test_all_pairs_search_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay alone takes seconds. Behind others, a pair would be late for the other end, which gives up after ten."""
+    num_others = 20
+    search = threading.Barrier(num_others, timeout=PATIENCE_S)
+    monkeypatch.setattr(pairs.Pair, "meet", lambda pair: search.wait())
+    monkeypatch.setattr(Wire, "_widen", lambda here, met: len(met))
+    here, there = Wire(0), Whereabouts((("h", 1),), Share().public)
+    assert (
+        here.connect_all({region: (there, f"{region}") for region in range(1, num_others + 1)}) == num_others
+    )
+    here.close()
 
 
 def test_a_region_that_says_nothing_while_regions_meet_is_named() -> None:
