@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -106,6 +107,21 @@ def test_who_is_called_before_it_searches_has_found_a_way() -> None:
     called[1].close()
     assert unmet.connection.recv(1) == b""
     unmet.connection.close()
+    port.close()
+
+
+def test_one_that_answers_and_expects_nobody_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a router, only this end reaches the other one, which may begin later."""
+    monkeypatch.setattr(reaching, "REACH_S", 1.0)
+    port, token = Port(HOST), secrets.token_bytes(TOKEN_BYTES)
+    first, second = Search(True, 10.0), Search(False, 10.0)
+
+    def late() -> Found:
+        time.sleep(1.5)
+        port.expect(token, second.take)
+        return second.run((), token)
+
+    speak(*at_once(lambda: first.run(((HOST, port.number),), token), late))
     port.close()
 
 
