@@ -852,8 +852,9 @@ class TcpLink:
         """Who is lost, and why: in its own words, or in ours without the way out, which is for a run that ends with it."""
         facts = []
         for member in lost:
-            ours = self._whys.get(member, "another region misses it").partition(". ")[0].rstrip(".")
-            facts.append(f"region {member.region} is lost: {self._part.notes.get(member.region) or ours}")
+            ours = self._whys.get(member, "another region misses it").partition(". ")[0]
+            why = self._part.notes.get(member.region) or ours
+            facts.append(f"region {member.region} is lost: {why.rstrip('. ')}")
         return "; ".join(facts)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:

@@ -24,7 +24,7 @@ def test_a_region_that_is_lost_before_training_ends_the_start() -> None:
     """Nothing is trained by fewer than were to begin."""
     regions = Regions(3, elastic=False)
     keep(regions.links[0], cast(Any, SimpleNamespace(link=regions.links[0])))
-    regions.links[1].close("its disk is full")
+    regions.links[1].close("its disk is full.")
     accelerator, model = Accelerator(cpu=True), llama(0)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
