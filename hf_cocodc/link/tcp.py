@@ -787,8 +787,13 @@ class TcpLink:
             if self._closed or me != self.me:
                 return
             wire, (whereabouts, about) = self.wire, self._reach(other)
+
+        def look() -> None:
+            if self._closed or me != self.me or not self._part.wants(other):
+                raise LinkError(f"region {other.region} is not wanted any more.")
+
         try:
-            pair = wire.meet(other.region, whereabouts, about)
+            pair = wire.meet(other.region, whereabouts, about, look)
         except LinkError as error:  # it must not disturb the run
             with self._changed:
                 if self._closed or me != self.me:

@@ -117,12 +117,15 @@ class Pair:
         """What one of the two regions says when it calls the other one for the first time."""
         return ticket(self._keys, b"meet", bytes([called == min(self._ids)]), self._agreed.raw)
 
-    def meet(self) -> None:
-        """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other."""
+    def meet(self, look: Callable[[], object] = lambda: None) -> None:
+        """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other.
+
+        `look` is called several times a second while this end searches, and may raise.
+        """
         region, other = self._ids
         try:
             connection, self._called, is_relayed, words = self._search.run(
-                self._theirs, self._first_token(other), ticket(self._keys, b"relay", self._agreed.raw)
+                self._theirs, self._first_token(other), ticket(self._keys, b"relay", self._agreed.raw), look
             )
         except NotReached as error:
             raise LinkError(

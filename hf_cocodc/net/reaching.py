@@ -80,12 +80,19 @@ class Search:
     def _begin(self, work: Callable[..., None], *about: Any) -> None:
         threading.Thread(target=work, args=about, name="hf_cocodc-connect", daemon=True).start()
 
-    def run(self, addresses: Sequence[tuple[str, int]], token: bytes, ticket: bytes = b"") -> Found:
+    def run(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        token: bytes,
+        ticket: bytes = b"",
+        look: Callable[[], object] = lambda: None,
+    ) -> Found:
         """Search until both ends have agreed.
 
         Args:
             addresses: of the other end, where it expects `token`.
             ticket: for the relay, the same at both ends.
+            look: called several times a second; what it raises goes to the caller.
 
         Raises NotReached if they have not agreed; its text says what was tried from here.
         """
@@ -97,6 +104,7 @@ class Search:
             self._begin(self._call, self._relay, self._relay, ticket, _RELAY_S, True)
             self._failures[self._relay] = "the other region has not come there"
         while not self._over.wait(0.1):
+            look()
             now = time.monotonic()
             is_there = self._candidates or now - self._closed_at < _EXPECTED_S
             is_hopeful = is_there and not self._is_swallowed

@@ -114,16 +114,18 @@ class Wire:
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
-    def meet(self, region: int, other: Whereabouts, about: str) -> Pair:
+    def meet(
+        self, region: int, other: Whereabouts, about: str, look: Callable[[], object] = lambda: None
+    ) -> Pair:
         """Connect to one other region, which does the same; blocks until both have. Other pairs may work meanwhile.
 
         The pair counts once it is added. Raises LinkError if it could not be made in time.
 
-        `about`: names the two processes, in the same way at both ends; no other two have this name.
+        `about`: names the two processes, in the same way at both ends; no other two have this name. `look`: see `Pair.meet`.
         """
         pair = self._pair(region, other, about)
         try:
-            pair.meet()
+            pair.meet(look)
             self._widen([pair], alone=True)
         except BaseException:
             pair.close()

@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from torch.__config__ import parallel_info
 
-from hf_cocodc.coordinator.messages import Ask, Refuse
+from hf_cocodc.coordinator.messages import Ask, Bye, Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError
 from hf_cocodc.link import rules, tcp
@@ -26,7 +26,7 @@ from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
 from hf_cocodc.link.tcp import TcpLink, use_one_thread
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Conversation
-from tests.link.memory import PATIENCE_S, Regions, at_once, wait_until
+from tests.link.memory import PATIENCE_S, Regions, at_once, met, wait_until
 from tests.link.training import STEPS, Died, Trained, check, method_of, train_all
 from tests.parts.test_codecs import fragment_of
 
@@ -82,6 +82,21 @@ def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
     with pytest.raises(LinkError, match="before it has a base"):
         newcomer.mean(None)  # type: ignore[arg-type]
     assert [link.members for link in regions.links[:2]] == [(0, 1)] * 2
+    regions.end()
+
+
+def test_nobody_searches_for_a_newcomer_that_has_gone() -> None:
+    """It was started again: what listens at its address answers, and each search would call it until the time-out."""
+    regions = Regions(2)
+    ports = [link.wire._port for link in regions.links]
+    for link in regions.links:
+        link.wire.timeout_s = 10 * PATIENCE_S
+    before = [set(port._expected) for port in ports]
+    client, wire = met(regions.served.address, 2, regions.links[0].terms, join=True)
+    wait_until(lambda: all(set(port._expected) > known for port, known in zip(ports, before, strict=True)))
+    client.close(Bye(how="left"))
+    wait_until(lambda: all(set(port._expected) == known for port, known in zip(ports, before, strict=True)))
+    wire.close()
     regions.end()
 
 
