@@ -445,14 +445,18 @@ class _MemberWork:
         state, terms, call = self.state, self.state.terms, self.state.in_hand
         if state.answers:
             return
-        if state.frozen and waited.undecided_s > terms.wait_s and waited.away_s > terms.timeout_s:
+        limit, limit_s, for_s = (
+            ("wait_s", terms.wait_s, waited.undecided_s)
+            if terms.is_open
+            else ("timeout_s", terms.timeout_s, waited.away_s)
+        )
+        if state.frozen and for_s > limit_s:
             said = "answered" if not state.undecided else "decided"
             way_out = (
                 f"{state.undecided.rstrip('. ')}. Start all regions again with --resume."
                 if state.undecided
                 else "Start it again with its state file, then all regions with --resume."
             )
-            limit = f"wait_s={terms.wait_s:g}" if terms.is_open else f"timeout_s={terms.timeout_s:g}"
             saves = (
                 ""
                 if terms.is_open
@@ -465,7 +469,7 @@ class _MemberWork:
             self.fail(
                 LinkError if lost is None else RegionLostError,
                 f"{known}Region {state.me.region} waits to hear who goes on after a loss, and the coordinator has not {said} for "
-                f"{waited.away_s:.0f} s (regions.{limit}): {way_out}{saves}",
+                f"{for_s:.0f} s (regions.{limit}={limit_s:g}): {way_out}{saves}",
                 lost,
             )
         if call is None or waited.waited_s <= terms.stuck_timeout_s:

@@ -551,8 +551,8 @@ def test_a_loss_that_nobody_decides_ends_in_the_end(elastic: bool, limit: str) -
     assert process.do(Waited(None, 0.0, 900.0, 900.0)) == []
     process.do(Away())
     undecided_s = 601.0 if elastic else 1.0
-    assert process.do(Waited(None, 0.0, undecided_s - 2, 900.0 if elastic else 119.0)) == []
-    [fails] = process.do(Waited(None, 0.0, undecided_s, 901.0))
+    assert process.do(Waited(None, 0.0, undecided_s - 2, 1.0 if elastic else 119.0)) == []
+    [fails] = process.do(Waited(None, 0.0, undecided_s, 2.0 if elastic else 901.0))
     assert isinstance(fails, Fail) and fails.error is RegionLostError and fails.member == B
     assert "region 1 is lost (it is silent. Look at it)" in fails.why and limit in fails.why
 
