@@ -786,14 +786,14 @@ class TcpLink:
         with self._changed:
             if self._closed or me != self.me:
                 return
-            wire, (whereabouts, about) = self.wire, self._reach(other)
+            wire = self.wire
 
         def look() -> None:
             if self._closed or me != self.me or not self._part.wants(other):
                 raise LinkError(f"region {other.region} is not wanted any more.")
 
         try:
-            pair = wire.meet(other.region, whereabouts, about, look)
+            pair = wire.meet(other.region, *self._reach(other), look)
         except LinkError as error:  # it must not disturb the run
             with self._changed:
                 if self._closed or me != self.me:
@@ -821,10 +821,16 @@ class TcpLink:
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
     def _reach(self, other: Member) -> tuple[Whereabouts, str]:
-        """Where the process of another region listens for this one, and the name of the two."""
+        """Where the process of another region listens for this one, and the name of both. Raises LinkError if it does not."""
         lane = self.lane if self._is_one_voice else 0
+        lanes = self._part.lanes[other]
+        if lane >= len(lanes):
+            raise LinkError(
+                f"region {other.region} listens with {len(lanes)} of its ranks, and rank {lane} of region {self.region} looks "
+                "for its like. Start it with as many ranks as the others."
+            )
         low, high = sorted((self.me.ticket, other.ticket))
-        return self._part.lanes[other][lane], f"{self.run}/{low}-{high}/{lane}"
+        return lanes[lane], f"{self.run}/{low}-{high}/{lane}"
 
     # ---- who takes part, for journal and log -----------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from .large import MEND, SIZES, SWALLOWED
 from .port import dial
 from .relay import role_at_relay
 
-REACH_S = 10.0
-"""If nobody has been reached after so many seconds, no way exists."""
+REACH_S = 30.0
+"""If nobody has been reached after so many seconds, no way exists. An end that cannot call may wait for one that begins later."""
+_DIAL_S = 10.0
 _HEAD_START_S = 0.5
 """The region with the higher number tries so much later: the other one's way is as good."""
 _RELAY_S = 3.0
@@ -168,7 +169,7 @@ class Search:
         role, again_s = role_at_relay(self._asks) if is_relay else b"", _FIRST_AGAIN_S
         while not self._over.is_set():
             try:
-                connection = dial(*address, token, 0, REACH_S, self._own, role)
+                connection = dial(*address, token, 0, min(REACH_S, _DIAL_S), self._own, role)
             except OSError as error:
                 if not (is_relay and isinstance(error, TimeoutError)):
                     self._failures[announced] = short(error.strerror or error, 200)

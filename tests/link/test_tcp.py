@@ -158,6 +158,18 @@ def test_a_fixed_run_needs_no_coordinator_that_refuses_it(caplog: pytest.LogCapt
     assert "trains on without the coordinator" in caplog.text
 
 
+def test_a_process_that_listens_nowhere_costs_its_region(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that connects to it ends with a reason, and tries again."""
+    regions = Regions(2)
+    link, other = regions.links[0], regions.links[1].me
+    part = replace(link._part, lanes={**link._part.lanes, other: ()}, paired={}, meeting=frozenset({other}))
+    link._part = part
+    link._connect(link.me, other, 0.0)
+    assert "region 1 listens with 0 of its ranks" in caplog.text
+    assert "listens with 0 of its ranks" in link._part.unpaired[other]
+    regions.end()
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_region_that_waits_says_for_whom(
     elastic: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -184,7 +184,7 @@ def test_names_of_machines_and_version_six() -> None:
 
 def test_regions_that_do_not_reach_each_other_say_where_they_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon, whatever regions.timeout_s is; the message names both addresses, and the way out."""
-    assert reaching.REACH_S <= 10.0
+    assert reaching.REACH_S <= 30.0
     monkeypatch.setattr(reaching, "REACH_S", 1.0)
     with nowhere() as first, nowhere() as second:
         both = wires([first], [second])
