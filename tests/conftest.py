@@ -36,6 +36,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Coordinators that tests start leave no state file in the home of whoever runs them, and read none there."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def no_state_of_accelerate() -> Iterator[None]:
     """Accelerate keeps one state a process, which refuses another precision: each test begins without."""
