@@ -29,6 +29,7 @@ from .caller import (
     error_of,
 )
 from .messages import (
+    HOW_LONG,
     Alive,
     Back,
     Beat,
@@ -355,7 +356,7 @@ class Client:
                 self._is_away = True
                 logger.warning(
                     "the coordinator at %s decides nothing for region %d: %s. Training goes on; once a loss is to be decided, "
-                    "the region waits for that, and ends after a time-out",
+                    f"the region waits for that, then ends ({HOW_LONG})",
                     *(self._address, self.me.region, message.why),
                 )
             if isinstance(message, Resumed) and self._is_away and call is self._call:

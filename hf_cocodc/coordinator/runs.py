@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import short
 from ..net.members import Member
 from .messages import (
+    HOW_LONG,
     AskStop,
     Back,
     Bye,
@@ -151,7 +152,9 @@ def _messages(after: Run, effects: Iterable[Effect], calls_again: bool) -> Itera
             case SendTo(message=Refuse(why=why)):
                 yield f"refused: {why}"
             case SendTo(message=Waiting(why=why)) if calls_again:
-                yield f"{why}. The region trains on; once a loss is to be decided, it waits for that, and ends after a time-out"
+                yield (
+                    f"{why}. The region trains on; once a loss is to be decided, it waits for that, then ends ({HOW_LONG})"
+                )
             case SendTo(to=to, message=Resumed()) if to in after.seats:
                 yield f"region {after.seats[to].member.region} is back"
             case SendTo(to=to, message=LeaveNow()) if to in after.seats:

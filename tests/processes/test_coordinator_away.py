@@ -218,4 +218,5 @@ def test_regions_that_need_no_decision_train_on_beside_a_coordinator_without_its
         coordinator.start()
         found = regions.found(0, 1, 2)
         assert len({str(each["digests"]) for each in found}) == 1 and len(found[0]["digests"]) == STEPS
-        assert "once a loss is to be decided, it waits for regions.wait_s" in coordinator.log.read_text()
+        said = coordinator.log.read_text()
+        assert "it waits for that, then ends (with regions.min after regions.wait_s" in said
