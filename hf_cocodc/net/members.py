@@ -4,10 +4,11 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from ..settings.fields import LONGEST_HOST
-from ..settings.regions import MOST_ADDRESSES
 from .keys import SHARE_BYTES
 from .validation import Count
+
+MOST_ADDRESSES, LONGEST_HOST = 16, 255
+"""Of one process, as `settings` has them: it refuses what others would not take."""
 
 
 class Member(NamedTuple):

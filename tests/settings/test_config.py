@@ -12,12 +12,15 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_cocodc import settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
+from hf_cocodc.net import members
 from hf_cocodc.newer import known
 from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.resolve import from_config, guard_of
 from hf_cocodc.resolve import settings as method_settings
 from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
+from hf_cocodc.settings.fields import LONGEST_HOST
 from hf_cocodc.settings.recipe import DataSection, Recipe
+from hf_cocodc.settings.regions import MOST_ADDRESSES
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
@@ -412,6 +415,7 @@ def test_what_is_no_address_is_refused(announce: list[str] | str) -> None:
 
 def test_who_announces_more_than_others_take_hears_so() -> None:
     """The coordinator heeds no message with more: the region would wait for it in vain."""
+    assert (MOST_ADDRESSES, LONGEST_HOST) == (members.MOST_ADDRESSES, members.LONGEST_HOST)
     longest = ".".join(["a" * 51] * 4 + ["b" * 47])
     assert RegionConfig(announce=[longest] * 16).addresses(port=1, lane=0) == ((longest, 1),) * 16
     with pytest.raises(InputError, match=r"regions\.announce: 17 addresses, .* at most 16 .* Announce fewer"):
