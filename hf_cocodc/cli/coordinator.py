@@ -15,6 +15,7 @@ from ..coordinator.secret import secret_of
 from ..errors import InputError
 from ..net.addresses import is_loopback
 from ..settings import ENV_SECRET, RegionConfig, check_host
+from ..settings.regions import HOW_LONG
 from .checks import check
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def register(subparsers: Any) -> None:
         type=Path,
         metavar="FILE",
         help="keep decisions in this file. Start the coordinator again with the same file: one that has lost it decides nothing "
-        "for the runs that train: once a loss is to be decided, they wait for regions.wait_s, then end (default: "
+        f"for the runs that train: once a loss is to be decided, they wait for that, then end ({HOW_LONG}; default: "
         "~/.local/state/hf_cocodc/coordinator-PORT.state; none with --port 0)",
     )
     parser.add_argument(

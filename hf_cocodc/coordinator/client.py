@@ -14,6 +14,7 @@ from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.large import SIZES, SWALLOWED
 from ..net.members import Member
+from ..settings.regions import HOW_LONG
 from .caller import (
     CONNECT_S,
     FIRST_WAIT_S,
@@ -29,7 +30,6 @@ from .caller import (
     error_of,
 )
 from .messages import (
-    HOW_LONG,
     Alive,
     Back,
     Beat,

@@ -38,8 +38,6 @@ class Generation(NamedTuple):
 
 
 NO_GENERATION = Generation(0, "")
-HOW_LONG = "with regions.min after regions.wait_s, otherwise after regions.timeout_s"
-"""When a region ends that waits to hear who goes on after a loss."""
 
 
 Lanes = Annotated[tuple[Whereabouts, ...], Meta(min_length=1, max_length=4096)]

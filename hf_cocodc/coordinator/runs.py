@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import short
 from ..net.members import Member
+from ..settings.regions import HOW_LONG
 from .messages import (
-    HOW_LONG,
     AskStop,
     Back,
     Bye,

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ..errors import InputError, LinkError, short
 from ..net.channel import line_of, object_of
 from ..net.members import Member
-from ..settings.regions import MOST_REGIONS
+from ..settings.regions import HOW_LONG, MOST_REGIONS
 from .messages import (
     PROTOCOL,
     Bye,
@@ -40,7 +40,7 @@ _LEAST_FULL = 64 << 20
 """From so many bytes on, the file is rewritten whenever it has doubled."""
 _WAY_OUT = (
     "Move the file away, and start the coordinator: its regions train on; once a loss is to be decided, they "
-    "wait for regions.wait_s, then end. Start all of them again with --resume"
+    f"wait for that, then end ({HOW_LONG}). Start all of them again with --resume"
 )
 
 _HEAD = {"hf_cocodc state": 2, "protocol": PROTOCOL}

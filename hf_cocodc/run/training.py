@@ -71,7 +71,6 @@ class Training:
     has_stages: bool
     finished: bool = False
     settings: dict[str, Any] = field(init=False)
-    _num_regions: int = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
     endings: Endings = field(init=False)
@@ -83,7 +82,6 @@ class Training:
         Raises CheckpointError if the regions cannot go on from there.
         """
         saved, link = start.saved, self.link
-        self._num_regions = link.most_regions
         self.started = start.started
         warn_of_losses(link, self.accelerator, self.config, self.max_steps)
         self.settings = settings(self.config)
@@ -96,7 +94,7 @@ class Training:
         if self.session is not None:
             self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
         self._go_on(saved)
-        if not link.is_elastic and len(link.parties) < self._num_regions:
+        if not link.is_elastic and len(link.parties) < link.most_regions:
             lost, why = self._losses(link.parties)
             raise RegionLostError(lost, f"{why}: nothing was trained. Start all regions again.")
 
@@ -142,11 +140,11 @@ class Training:
 
         Raises RegionLostError where regions have pipeline stages: these may land at different steps, and none may end alone.
         """
-        if words is None or self.link.is_elastic or len(words) >= self._num_regions:
+        if words is None or self.link.is_elastic or len(words) >= self.link.most_regions:
             return False
         # a transfer that a checkpoint holds may be of fewer regions than are here now
         self.link.gather(NOTHING_TO_SAY, f"who is left at step {self.inner_step}")
-        if len(self.link.parties) == self._num_regions:
+        if len(self.link.parties) == self.link.most_regions:
             return False
         lost, why = self._losses(self.link.parties)
         if self.is_all_made:  # from a checkpoint of this step nobody could train on
@@ -160,7 +158,7 @@ class Training:
     def _losses(self, left: Collection[int]) -> tuple[int, str]:
         """The first region that is not among those that are left, and the losses in words. A collective call of the ranks."""
         why = self.say(lambda session: session.link.losses_in_words, "why a region is lost")
-        return min(set(range(self._num_regions)) - set(left)), why
+        return min(set(range(self.link.most_regions)) - set(left)), why
 
     @property
     def inner_step(self) -> int:
@@ -179,7 +177,7 @@ class Training:
     @property
     def is_at_the_end(self) -> bool:
         """Whether every region is known to end at this step, so that the last round can take place."""
-        is_alone = not self.link.is_elastic and self._num_regions == 1  # else others may come
+        is_alone = not self.link.is_elastic and self.link.most_regions == 1  # else others may come
         return self.is_all_made or is_alone or self.endings.verdict is not None
 
     @property

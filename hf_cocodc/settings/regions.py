@@ -24,6 +24,8 @@ from .fields import Limit, Settings, among, check_host, documented, setting, wit
 WAIT_S = 3600.0
 MOST_ADDRESSES = 16
 MOST_REGIONS = 1024
+HOW_LONG = "with regions.min after regions.wait_s, otherwise after regions.timeout_s"
+"""When a region ends that waits to hear who goes on after a loss."""
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
 _SECONDS = "must be positive, and at most 1e6 (11 days)"

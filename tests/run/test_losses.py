@@ -63,9 +63,9 @@ def test_what_a_region_says_names_the_way_out_and_what_is_saved(has_saved: bool)
 def test_a_loss_after_the_last_step_stops_nobody(is_all_made: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint of this step could not be resumed: nothing is left to train."""
     lost: list[int] = []
-    link = SimpleNamespace(is_elastic=False, parties=(0, 2), gather=lambda record, what: (record, record))
+    link = SimpleNamespace(is_elastic=False, most_regions=3, parties=(0, 2), gather=lambda record, what: ())
     training: Any = SimpleNamespace(link=link, inner_step=8, is_all_made=is_all_made, has_stages=False)
-    training._num_regions, training._losses = 3, lambda left: (1, "region 1 is lost: its disk is full")
+    training._losses = lambda left: (1, "region 1 is lost: its disk is full")
     training.endings = SimpleNamespace(lose=lambda region, why: lost.append(region))
     assert Training.stop_if_lost(training, {0: Word(), 2: Word()}) is not is_all_made
     assert lost == ([] if is_all_made else [1])
