@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -147,9 +146,10 @@ def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.M
     """Even if it closes the connection at once: at the end of a run it needs nothing more."""
     write = Connection._write
 
-    def write_and_end(end: Connection, *what: Any) -> None:
-        write(end, *what)
-        end.close()
+    def write_and_end(end: Connection, pipe: Pipe, operation: Operation | None, tag: int | None) -> None:
+        write(end, pipe, operation, tag)
+        if operation is not None:  # a look at what else there is may come first
+            end.close()
 
     monkeypatch.setattr(Connection, "_write", write_and_end)
     send(ends[0], 1, 0, full(1)).wait(PATIENCE_S)
