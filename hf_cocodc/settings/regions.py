@@ -28,6 +28,9 @@ HOW_LONG = "with regions.min after regions.wait_s, otherwise after regions.timeo
 """When a region ends that waits to hear who goes on after a loss."""
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
+LINKS = ("auto", "tcp", "gloo", "nccl")
+OF_GROUPS = ("gloo", "nccl")
+"""Links whose payloads travel in a process group of torch.distributed: unencrypted, and not over our own connections."""
 _SECONDS = "must be positive, and at most 1e6 (11 days)"
 _TIME = Limit(lambda seconds: 0 < seconds <= 1e6, _SECONDS)
 _COUNT = within(1, MOST_REGIONS)
@@ -72,6 +75,14 @@ class RegionConfig(Settings):
         "HOST or HOST:PORT at which other regions reach this one, if that is not its own address and port: behind a router, in a "
         "container, on a rented machine. A list, or separated by commas; IPv6 in brackets. Of any two regions, one must reach "
         "the other."
+    )
+    link: str = setting(
+        "What carries the payloads of means: tcp (connections of our own), or gloo or nccl (a process group of torch.distributed "
+        "inside a cluster, which does not encrypt; all else stays on our own connections). auto: nccl if every process that "
+        "connects has a CUDA device of its own and one launch started all; else gloo if round trips are below 2 ms, and neither "
+        "a secret, an announced address, a relay nor a setting of TCP asks for our own connections; else tcp.",
+        among(*LINKS),
+        default="auto",
     )
     connections: int | str | None = setting(
         "TCP connections to each other region; auto chooses the number by the round-trip time.",
@@ -167,7 +178,18 @@ class RegionConfig(Settings):
                     "port in 1 .. 65535."
                 )
             check_host("regions.coordinator", host_port[0])
+        self._check_link()
         self._check_elastic()
+
+    def _check_link(self) -> None:
+        """Check that nothing is set that the link would ignore. Raises InputError."""
+        if self.link not in OF_GROUPS:
+            return
+        for name, ignored in self.of_tcp.items():
+            raise InputError(
+                f"regions.link={self.link} with regions.{name}={shown(ignored)}: this setting is for connections of our own, and "
+                f"payloads would travel over those of {self.link}. Remove regions.{name}, or set regions.link=tcp."
+            )
 
     def _check_elastic(self) -> None:
         """Check the settings of a run that outlives lost regions. Raises InputError if they conflict."""
@@ -222,6 +244,12 @@ class RegionConfig(Settings):
         return tuple((host, each) for (host, _), each in zip(pairs, ports, strict=True))
 
     @property
+    def of_tcp(self) -> dict[str, Any]:
+        """The settings that only our own connections follow, as far as they are set."""
+        asked = {name: getattr(self, name) for name in ("rate_limit", "connections", "congestion")}
+        return {name: value for name, value in asked.items() if value not in (None, "auto")}
+
+    @property
     def elastic(self) -> bool:
         """Whether the run goes on without a region that is lost, and others may join it."""
         return self.on_loss == "continue" or (self.on_loss is None and self.min is not None)
@@ -240,7 +268,7 @@ class RegionConfig(Settings):
     @property
     def compared(self) -> dict[str, Any]:
         """The settings that must be equal in all regions, once they are `resolved`."""
-        names = ["connections", "timeout_s", "when_one_ends"]
+        names = ["link", "connections", "timeout_s", "when_one_ends"]
         names += ["on_loss", *OF_ELASTIC_RUNS] if self.elastic else []
         return {name: getattr(self, name) for name in names}
 

@@ -64,6 +64,7 @@ def test_null_removes_what_a_recipe_holds() -> None:
         ("outer.num_fragments=3", "num_fragments=3 with fragment_pattern=whole"),
         ("regions.count=0", "regions.count=0 must lie in 1 .. 1024"),
         ("regions.count=1025", "regions.count=1025 must lie in 1 .. 1024"),
+        ("regions.link=glo", "regions.link='glo' must be one of auto, tcp, gloo, nccl"),
         ("regions.coordinator=nowhere", "must be HOST:PORT"),
         ("data.builtin=python-stdlibb", "Did you mean 'python-stdlib'"),
         ("data.path=x", "data needs exactly one of builtin"),
@@ -192,6 +193,23 @@ def test_regions_come_from_the_environment() -> None:
         RegionConfig(count=2, region=0).resolved({})
     with pytest.raises(InputError, match="region 3 of 3"):
         RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
+
+
+OF_TCP = {"rate_limit": 90.0, "connections": 4, "congestion": "bbr"}
+
+
+@pytest.mark.parametrize("link", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", OF_TCP)
+def test_a_process_group_ignores_no_setting(link: str, name: str) -> None:
+    """What only connections of our own do is refused with gloo and nccl; its default is not, and neither is a secret."""
+    message = f"regions.link={link} with regions.{name}=.* Remove regions.{name}, or set regions.link=tcp."
+    with pytest.raises(InputError, match=message):
+        RegionConfig(link=link, **{name: OF_TCP[name]})
+    plain = RegionConfig(link=link, secret_file="secret", connections="auto", congestion="auto", port=29700)
+    assert plain.compared["link"] == link and not plain.of_tcp
+    for own in ("auto", "tcp"):
+        assert RegionConfig(link=own, **{name: OF_TCP[name]}).of_tcp == {name: OF_TCP[name]}
+        assert RegionConfig(link=own, congestion="system").of_tcp == {"congestion": "system"}
 
 
 ELASTIC_ONLY = {"min": 2, "max": 3, "wait_s": 5.0, "grace_s": "auto", "join": True}
