@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import psutil
 
 from ..errors import InputError, nearest, reason, short, shown
+from ..link.backends import refuse_backend
 from ..settings.reading import converted
 from ..settings.recipe import Recipe
 from . import building
@@ -54,13 +55,14 @@ def check(recipe: Recipe) -> None:
         known_fields("peft", recipe.peft, LoraConfig)
 
 
-def preflight(recipe: Recipe, regions_here: int = 1) -> int | None:
+def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp") -> int | None:
     """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
-    Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine.
-    Returns the number of parameters that are trained; None if only a region finds the model.
+    Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine; `link`:
+    what they will use to reach others. Returns the number of parameters that are trained; None if only a region finds the model.
     """
     check(recipe)
+    refuse_backend(link, bool(recipe.training.get("use_cpu")), regions_here)
     with _quietly():
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)

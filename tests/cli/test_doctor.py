@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
@@ -36,7 +37,7 @@ def test_this_machine_can_train_the_quickstart(tmp_path: Path, capsys: pytest.Ca
     content = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert content["hf_cocodc"] == __version__ and content["time"].endswith("Z")
     topics = [each["topic"] for each in content["findings"]]
-    assert topics == ["versions", "devices", "recipe", "memory", "disk", "data", "network"]
+    assert topics == ["versions", "devices", "recipe", "memory", "disk", "data", "network", "link"]
     assert all(topic in said for topic in topics)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
 
@@ -67,6 +68,24 @@ def test_the_command_mends_what_is_wrong(
     monkeypatch.setattr("hf_cocodc.training.preflight._has_accelerator", lambda: False)
     assert main(["doctor", "quickstart/diloco", "--set", "training.bf16=true"]) == 2
     assert "$ hf-cocodc train RECIPE --set training.bf16=false\n" in capsys.readouterr().out
+
+
+def test_a_link_that_this_machine_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The doctor and `train` say it, before a region is started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    wrong = ["quickstart/diloco", "--set", "regions.link=nccl"]
+    assert main(["doctor", *wrong]) == 2
+    ended = capsys.readouterr()
+    assert "wrong: link" in ended.err and "$ hf-cocodc train RECIPE --set regions.link=tcp" in ended.out
+    said = " ".join(ended.out.split())
+    assert "wrong link regions.link=nccl moves payloads between CUDA devices, but torch" in said
+    assert main(["train", *wrong, "--dry-run"]) == 2
+    assert (
+        "error: regions.link=nccl moves payloads between CUDA devices, but torch" in capsys.readouterr().err
+    )
+    assert main(["train", *wrong, "--dry-run", "--set", "regions.count=1"]) == 0
 
 
 def test_a_coordinator_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ...coordinator.hello import in_recipe
 from ...coordinator.secret import secret_of
 from ...errors import CocodcError, InputError, shown
+from ...link.backends import refuse_backend, why_no_gloo
 from ...net.pacing import congestion_of
 from ...resolve import settings
 from ...settings.recipe import Recipe, facts_of_data
@@ -143,13 +144,17 @@ def _network(
     patient: Patient, machine: facts.Machine, data: str | None, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     regions = patient.recipe.regions
-    if max(patient.count, regions.max or 1) == 1 or regions.coordinator is None:
+    if max(patient.count, regions.max or 1) == 1:
         yield from way.all_here()
         return
     try:
         keys = secret_of(regions)
     except InputError as error:
         yield Finding("secret", WRONG, str(error), coordinator.NEW_SECRET)
+        return
+    if regions.coordinator is None:
+        yield from way.all_here()
+        yield _link(patient, machine, None, keys is not None)
         return
     try:
         network = facts.network(regions.coordinator, regions.interface)
@@ -165,6 +170,7 @@ def _network(
         yield way.congestion(dataclasses.replace(network, congestion=chosen), regions.rate_limit)
     except InputError as error:
         yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
+    yield _link(patient, machine, network, keys is not None)
     yield way.buffers(network)
     yield way.clock(network)
     tell("calling the coordinator")
@@ -184,3 +190,17 @@ def _network(
     }
     board = others.Board(regions.coordinator, keys, patient.run, patient.region)
     yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell, regions)
+
+
+def _link(
+    patient: Patient, machine: facts.Machine, network: facts.Network | None, has_secret: bool
+) -> Finding:
+    """What would carry the payloads of means."""
+    regions, use_cpu = patient.recipe.regions, bool(patient.recipe.training.get("use_cpu"))
+    try:
+        refuse_backend(regions.link, use_cpu, patient.regions_here)
+    except InputError as error:
+        return Finding("link", WRONG, str(error), way.TCP)
+    host = None if network is None else network.address
+    has_gpu = bool(machine.devices) and not use_cpu
+    return way.link(regions, network, has_secret, has_gpu, why_no_gloo(host or "127.0.0.1"))

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 
 from ...net.addresses import is_loopback
 from ...net.pacing import NOT_KEPT
+from ...settings import RegionConfig
+from ...settings.regions import OF_GROUPS
 from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unknown
 
 _SMALL_BUFFER = 4 << 20
 _PACKET = 1500
+_SHORT_S = 0.002
 _LONG_S = 0.005
 """Round trips below this stay within one site, where any congestion control and any buffer will do."""
 
+TCP = "hf-cocodc train RECIPE --set regions.link=tcp    # in every region"
 ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
 
 
@@ -122,6 +126,45 @@ def congestion(network: Network, rate_limit: float | None) -> Finding:
         "the link's rate.",
         f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr",
     )
+
+
+def link(
+    regions: RegionConfig, network: Network | None, has_secret: bool, has_gpu: bool, no_gloo: str | None
+) -> Finding:
+    """What carries the payloads of means, and why, as far as one machine knows. `network` is None if all regions train here;
+    `no_gloo` says why there can be no gloo group on this machine.
+    """
+    topic, named = "link", regions.link
+    if named == "gloo" and no_gloo is not None:
+        return Finding(topic, WRONG, f"regions.link=gloo, but {no_gloo}", TCP)
+    if named in OF_GROUPS:
+        words = f"{named}, by regions.link: it takes any free ports between the machines"
+        if has_secret:
+            words += ", and does not encrypt payloads of means. Only all else is encrypted with your secret"
+        elif regions.announced:
+            words += ", and not the addresses of regions.announce"
+        else:
+            return Finding(topic, OK, words)
+        return Finding(topic, WARN, f"{words}.", TCP)
+    if named == "tcp":
+        return Finding(topic, OK, "tcp, by regions.link")
+    why = [f"regions.{name} is set" for name in regions.of_tcp]
+    why += ["regions.announce is set"] if regions.announced else []
+    why += ["a process group would not encrypt, and there is a secret"] if has_secret else []
+    why += [] if no_gloo is None else [no_gloo]
+    if why:
+        return Finding(topic, OK, f"tcp: {why[0]}")
+    words, limit = "gloo: round trips on one machine are short", f"{1000 * _SHORT_S:g} ms"
+    if network is not None and network.rtt_s is None:
+        words = f"gloo if round trips to the other regions take less than {limit}, else tcp"
+    elif network is not None and network.rtt_s is not None:
+        chosen = "gloo" if network.rtt_s < _SHORT_S else "tcp"
+        words = (
+            f"{chosen} if the other regions are as near as the coordinator ({1000 * network.rtt_s:.1f} ms; gloo is for less than "
+            f"{limit})"
+        )
+    more = "; nccl where one launch starts all regions, and each has a GPU of its own" if has_gpu else ""
+    return Finding(topic, OK, f"{words}{more}")
 
 
 def buffers(network: Network) -> Finding:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.settings import RegionConfig
 from hf_cocodc.tools.doctor import facts, way
 from hf_cocodc.tools.doctor.facts import OK, UNKNOWN, WARN, WRONG, Network
 
@@ -85,6 +86,42 @@ def test_the_address_that_is_announced(address: str | None, coordinator: str, le
     """Others must be able to call it."""
     found = way.address(replace(FAR, address=address), coordinator)
     assert (found.level, words in found.words) == (level, True), found
+
+
+NEAR = replace(FAR, rtt_s=0.0003)
+NO_GLOO = "torch 2.6.0 has no gloo on this machine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "level", "words"),
+    [
+        ({}, {"network": None}, OK, "gloo: round trips on one machine are short"),
+        ({}, {}, OK, "gloo if the other regions are as near as the coordinator (0.3 ms; gloo is for less than 2 ms)"),
+        ({}, {"network": FAR}, OK, "tcp if the other regions are as near as the coordinator (100.0 ms; "),
+        ({}, {"network": replace(FAR, rtt_s=None)}, OK, "gloo if round trips to the other regions take less than 2 ms"),
+        ({}, {"has_gpu": True}, OK, "; nccl where one launch starts all regions, and each has a GPU of its own"),
+        ({}, {"has_secret": True}, OK, "tcp: a process group would not encrypt, and there is a secret"),
+        ({}, {"no_gloo": NO_GLOO}, OK, f"tcp: {NO_GLOO}"),
+        ({"rate_limit": 90.0}, {"has_secret": True}, OK, "tcp: regions.rate_limit is set"),
+        ({"connections": 4}, {}, OK, "tcp: regions.connections is set"),
+        ({"congestion": "system"}, {}, OK, "tcp: regions.congestion is set"),
+        ({"announce": "203.0.113.7"}, {}, OK, "tcp: regions.announce is set"),
+        ({"link": "tcp"}, {"no_gloo": NO_GLOO}, OK, "tcp, by regions.link"),
+        ({"link": "gloo"}, {"network": FAR}, OK, "gloo, by regions.link: it takes any free ports between the machines"),
+        ({"link": "gloo"}, {"has_secret": True}, WARN, "does not encrypt payloads of means. Only all else is encrypted"),
+        ({"link": "nccl"}, {"has_secret": True, "no_gloo": NO_GLOO}, WARN, "does not encrypt payloads of means"),
+        ({"link": "gloo", "announce": "203.0.113.7"}, {}, WARN, "and not the addresses of regions.announce"),
+        ({"link": "gloo"}, {"no_gloo": NO_GLOO}, WRONG, f"regions.link=gloo, but {NO_GLOO}"),
+    ],
+)  # fmt: skip
+def test_what_carries_payloads(
+    settings: dict[str, Any], more: dict[str, Any], level: str, words: str
+) -> None:
+    """As far as one machine knows, with the reason; what does not suit names the link that does."""
+    known = {"network": NEAR, "has_secret": False, "has_gpu": False, "no_gloo": None} | more
+    found = way.link(RegionConfig(**settings), **known)
+    assert (found.level, words in found.words) == (level, True), found
+    assert (found.command == way.TCP) == (level != OK)
 
 
 def test_the_port_and_the_addresses_of_the_user() -> None:

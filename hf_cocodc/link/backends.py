@@ -1,0 +1,50 @@
+"""Which process groups of torch.distributed this machine can make, for `regions.link`."""
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, short
+
+
+def refuse_backend(link: str, use_cpu: bool = False, regions_here: int = 1) -> None:
+    """Check that processes of this machine can have the link that `regions.link` names. Does not start CUDA.
+
+    Args:
+        use_cpu: whether models stay on the CPU, although there may be a GPU.
+        regions_here: number of regions on this machine.
+
+    Raises InputError if they cannot.
+    """
+    version = f"torch {torch.__version__}"
+    if link == "gloo" and not dist.is_gloo_available():
+        raise InputError(
+            f"regions.link=gloo: {version} has no gloo on this machine. Set regions.link=tcp in every region."
+        )
+    if link != "nccl":
+        return
+    devices = torch.cuda.device_count()
+    if use_cpu:
+        why = "training.use_cpu=true keeps the model on the CPU"
+    elif not devices:
+        why = f"{version} finds none on this machine"
+    elif not dist.is_nccl_available():
+        why = f"{version} has no NCCL on this machine"
+    elif devices < regions_here:
+        why = f"this machine has {devices} for {regions_here} regions, and each needs one of its own"
+    else:
+        return
+    raise InputError(
+        f"regions.link=nccl moves payloads between CUDA devices, but {why}. Set regions.link=gloo, or regions.link=tcp, in "
+        "every region."
+    )
+
+
+def why_no_gloo(host: str) -> str | None:
+    """Why this machine cannot make a gloo group at its own address `host`; None if it can."""
+    if not dist.is_gloo_available():
+        return f"torch {torch.__version__} has no gloo on this machine"
+    try:
+        dist.ProcessGroupGloo.create_device(hostname=host)
+    except RuntimeError as error:
+        return f"gloo cannot listen at {host} ({short(error, 100)})"
+    return None
