@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ..errors import InputError, nearest, short
 from ..net.pacing import congestion_of
 from ..settings.recipe import add_recipe
+from ..settings.regions import OF_GROUPS
 from ..tools.plan import sizes
 from ..tools.plan.money import Prices, list_price
 from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         rtt_s=(figures["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
         rate=min(rate_mbit, options.down_mbit or rate_mbit) * 1e6,  # a transfer brings as much as it sends
         loss=options.loss,
-        congestion=options.congestion or _congestion(),
+        congestion=options.congestion or _congestion(recipe.regions.link),
     )
     model = on_meta(recipe)
     step_s = options.step_s
@@ -178,9 +179,9 @@ def _counted(configs: Sequence[T]) -> Iterator[T]:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _congestion() -> str:
+def _congestion(link: str) -> str:
     """The congestion control that regions would have here; cubic, Linux's default, where another one is not modeled."""
-    if (chosen := congestion_of("auto")) is not None:
+    if link not in OF_GROUPS and (chosen := congestion_of("auto")) is not None:
         return chosen
     current = TCP.read_text().strip() if TCP.is_file() else "cubic"
     return current if current in CONGESTIONS else "cubic"

@@ -1,9 +1,33 @@
-"""Which process groups of torch.distributed this machine can make, for `regions.link`."""
+"""What `regions.link` comes to, as far as one machine knows, and which process groups of torch.distributed it can make."""
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InputError, short
+from ..settings import RegionConfig
+
+SHORT_S = 0.002
+"""Round trips of one cluster are shorter."""
+
+
+def why_tcp(regions: RegionConfig, has_secret: bool) -> str:
+    """Why regions.link=auto keeps payloads on connections of our own, however near the regions are; empty if nothing does."""
+    if has_secret:
+        return "a secret is set, and a process group does not encrypt"
+    asked = [*regions.of_tcp, *(["announce"] if regions.announced else [])]
+    return f"regions.{asked[0]} is set" if asked else ""
+
+
+def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str, str]:
+    """The link of regions that have these settings and this round trip, and why. Nothing is known here of launches and GPUs."""
+    if regions.link != "auto":
+        return regions.link, "regions.link"
+    if why := why_tcp(regions, has_secret):
+        return "tcp", why
+    limit = f"{1000 * SHORT_S:g} ms"
+    if rtt_s < SHORT_S:
+        return "gloo", f"round trips below {limit}"
+    return "tcp", f"a round trip of {1000 * rtt_s:.3g} ms, and gloo is for those below {limit}"
 
 
 def refuse_backend(link: str, use_cpu: bool = False, regions_here: int = 1) -> None:

@@ -104,6 +104,7 @@ def subject_of(link: LinkFigures, step_s: float, speeds: Speeds, regions: int = 
             "tokenizer": {"builtin": "bytes"},
             "data": {"builtin": "python-stdlib"},
             "training": {},
+            "regions": {"link": "tcp"},
         }
     )
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ...link.backends import SHORT_S, why_tcp
 from ...net.addresses import is_loopback
 from ...net.pacing import NOT_KEPT
 from ...settings import RegionConfig
@@ -10,7 +11,6 @@ from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unkn
 
 _SMALL_BUFFER = 4 << 20
 _PACKET = 1500
-_SHORT_S = 0.002
 _LONG_S = 0.005
 """Round trips below this stay within one site, where any congestion control and any buffer will do."""
 
@@ -148,17 +148,13 @@ def link(
         return Finding(topic, WARN, f"{words}.", TCP)
     if named == "tcp":
         return Finding(topic, OK, "tcp, by regions.link")
-    why = [f"regions.{name} is set" for name in regions.of_tcp]
-    why += ["regions.announce is set"] if regions.announced else []
-    why += ["a process group would not encrypt, and there is a secret"] if has_secret else []
-    why += [] if no_gloo is None else [no_gloo]
-    if why:
-        return Finding(topic, OK, f"tcp: {why[0]}")
-    words, limit = "gloo: round trips on one machine are short", f"{1000 * _SHORT_S:g} ms"
+    if why := why_tcp(regions, has_secret) or no_gloo:
+        return Finding(topic, OK, f"tcp: {why}")
+    words, limit = "gloo: round trips on one machine are short", f"{1000 * SHORT_S:g} ms"
     if network is not None and network.rtt_s is None:
         words = f"gloo if round trips to the other regions take less than {limit}, else tcp"
     elif network is not None and network.rtt_s is not None:
-        chosen = "gloo" if network.rtt_s < _SHORT_S else "tcp"
+        chosen = "gloo" if network.rtt_s < SHORT_S else "tcp"
         words = (
             f"{chosen} if the other regions are as near as the coordinator ({1000 * network.rtt_s:.1f} ms; gloo is for less than "
             f"{limit})"

@@ -1,6 +1,7 @@
 """The forecast of one run: a recipe's model, a method and its settings, a link, and the times of a step and of this machine."""
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ...engine.footprint import memory as memory_of
+from ...link.backends import expected
 from ...link.base import drive
 from ...link.exchange import num_frames
 from ...methods import Method
@@ -18,7 +20,9 @@ from ...parts.schedules import every
 from ...parts.tensors.memory import HOST, Home
 from ...resolve import from_config, settings
 from ...settings import OuterConfig
+from ...settings.environment import ENV_SECRET
 from ...settings.recipe import Recipe
+from ...settings.regions import OF_GROUPS
 from ..report.summary import data_parallel_bytes
 from .course import Cargo, Carried, Course, Work, course, mean
 from .flights import LIMIT, TRIALS, Codes, LinkFigures, TcpLine, wanted_connections
@@ -50,8 +54,9 @@ class Subject:
     """What is planned: forecasts of a model on a link, with any method; an inner step takes `step_s` seconds.
 
     Attributes:
-        connections: TCP connections to each other region.
-        limit: the most payload bytes per second that a region should send.
+        carrier: what carries payloads: tcp, gloo or nccl; `why` says why.
+        connections: TCP connections to each other region; a process group has one.
+        limit: the most payload bytes per second that a region should send; a process group keeps no limit.
         steps: inner steps of the run; None if the recipe does not say.
     """
 
@@ -64,13 +69,23 @@ class Subject:
         self.steps = steps if steps > 0 else None
         self.num_params = sum(param.numel() for param in model.parameters() if param.requires_grad)
         self.num_blocks = max(len(find_blocks(model)), 1)
-        given = recipe.regions.rate_limit
+        regions_config = recipe.regions
+        has_secret = regions_config.secret_file is not None or ENV_SECRET in os.environ
+        self.carrier, self.why = expected(regions_config, has_secret, link.rtt_s)
+        given, asked = regions_config.rate_limit, regions_config.connections
         wanted = LIMIT * link.rate / 8
-        self.limit = wanted if given is None else min(given * 1e6 / 8, wanted)
-        asked = recipe.regions.connections
-        self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
+        if self.is_group:
+            self.limit, self.connections = link.goodput, 1
+        else:
+            self.limit = wanted if given is None else min(given * 1e6 / 8, wanted)
+            self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
         self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
         self._courses: dict[tuple[str, int], list[Course]] = {}
+
+    @property
+    def is_group(self) -> bool:
+        """Whether payloads travel in a process group, which follows neither regions.connections nor regions.rate_limit."""
+        return self.carrier in OF_GROUPS
 
     def fragments(self, config: OuterConfig, method: Method) -> tuple[Fragment, ...]:
         """The fragments of the model."""

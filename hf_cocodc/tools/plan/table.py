@@ -79,6 +79,7 @@ def report(
     setting = {
         "parameters": subject.num_params,
         "regions": subject.regions,
+        "link": subject.carrier,
         "rtt_ms": 1e3 * link.rtt_s,
         "rate_mbit": link.rate / 1e6,
         "loss": link.loss,
@@ -173,7 +174,7 @@ def in_words(
     interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
     lines = [
         f"settings: {describe(chosen.shown)}",
-        f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}",
+        *_link_in_words(subject),
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
         + ("" if subject.steps is None else f" The run takes {duration(_seconds(course, subject))}."),
@@ -182,6 +183,18 @@ def in_words(
         *loss(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
     return _wrapped(lines)
+
+
+def _link_in_words(subject: Subject) -> list[str]:
+    """What carries payloads, and the settings that suit it."""
+    if not subject.is_group:
+        limit = f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}"
+        return [f"link: tcp ({subject.why}).", limit]
+    encrypted = "" if subject.why == "regions.link" else " With a secret it would be tcp."
+    return [
+        f"link: {subject.carrier} ({subject.why}), forecast as one connection to each other region that fills the given rate. It "
+        f"does not encrypt, and follows neither regions.connections nor regions.rate_limit: set neither.{encrypted}"
+    ]
 
 
 def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[str]:

@@ -45,12 +45,9 @@ def recipe_of(
     shown = {name: chosen.shown[name] for name in _CHOSEN if name in chosen.shown}
     outer = {"method": chosen.config.method, **kept, **given, **shown}
     content["outer"] = {name: outer[name] for name in before if name in outer} | outer
-    content["regions"] = {
-        **(content.get("regions") or {}),
-        "count": subject.regions,
-        "connections": subject.connections,
-        "rate_limit": float(f"{subject.limit * 8 / 1e6:.4g}"),
-    }
+    rate_limit = float(f"{subject.limit * 8 / 1e6:.4g}")
+    of_tcp = {} if subject.is_group else {"connections": subject.connections, "rate_limit": rate_limit}
+    content["regions"] = {**(content.get("regions") or {}), "count": subject.regions, **of_tcp}
     Recipe.from_dict(content)
     notes = functools.reduce(
         lambda base, each: notes_of(each[0]).over(base), reversed(read_chain(path)), Notes((), {}, ())

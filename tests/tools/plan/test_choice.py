@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.link.backends import expected
 from hf_cocodc.methods import METHODS
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config, lost_steps
@@ -108,6 +109,53 @@ def test_more_regions_send_more_and_need_more_time() -> None:
     num_bytes = 4 * subject(20).num_params
     period_s = 20 * 0.1 / three.utilization
     assert three.bytes_per_s * period_s == pytest.approx(num_bytes * 4 / 3, rel=1e-3)
+
+
+def near(*overrides: str) -> Subject:
+    """The quickstart inside a cluster."""
+    recipe = Recipe.load(RECIPE, overrides)
+    return Subject(recipe, on_meta(recipe), LinkFigures(0.0002, 1e10), 0.1, 2, SPEEDS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "link", "why"),
+    [
+        ((), "gloo", "link: gloo (round trips below 2 ms), forecast as one connection"),
+        (("regions.link=nccl",), "nccl", "link: nccl (regions.link), forecast as one connection"),
+        (("regions.link=tcp",), "tcp", "link: tcp (regions.link)."),
+        (("regions.rate_limit=9000",), "tcp", "link: tcp (regions.rate_limit is set)."),
+        (("regions.secret_file=mine",), "tcp", "link: tcp (a secret is set, and a process group does not encrypt)."),
+    ],
+)  # fmt: skip
+def test_the_link_of_a_cluster_is_planned_as_it_is(
+    overrides: tuple[str, ...], link: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process group has one connection and no limit; what only TCP follows is neither said nor written then."""
+    monkeypatch.delenv("HF_COCODC_SECRET", raising=False)
+    planned = near(*overrides)
+    found = choice.choose(planned, planned.recipe.outer, 0.5)
+    assert found is not None
+    said = table.in_words(planned, found, "diloco", 0.5)
+    assert " ".join(said).count(why) == 1
+    path = tmp_path / "out.yaml"
+    path.write_text(written.recipe_of(RECIPE, overrides, found, planned, ""))
+    again = Recipe.load(path).regions
+    assert (planned.carrier, table.report(planned, [found], [], 0.5).setting["link"]) == (link, link)
+    if link == "tcp":
+        assert planned.limit <= 0.9 * 1e10 / 8 and again.rate_limit is not None
+        assert any(line.startswith("regions: connections=") for line in said)
+    else:
+        assert (planned.connections, planned.limit, again.of_tcp) == (1, planned.link.goodput, {})
+        assert not any(line.startswith("regions:") for line in said)
+    assert expected(again, "regions.secret_file=mine" in overrides, 0.0002)[0] == link
+
+
+def test_a_link_over_a_distance_is_tcp_whoever_plans() -> None:
+    assert (subject(60).carrier, subject(60).why) == (
+        "tcp",
+        "a round trip of 50 ms, and gloo is for those below 2 ms",
+    )
+    assert subject(60, "regions.link=gloo").carrier == "gloo"
 
 
 def test_memory_is_that_of_the_engine() -> None:
