@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten
 
 from hf_cocodc.link.base import Arrival, ArrivedHandle, FixedMembers, MeanRequest
 from hf_cocodc.link.calls import MeanCall
+from hf_cocodc.link.process_group import Payloads
+from hf_cocodc.net.members import Member
 from hf_cocodc.parts.tensors.memory import HOST, Buffers
 from tests.far import FAR
 
@@ -207,7 +209,9 @@ class FakeLink(FixedMembers):
         self.kernels = self.moved = 0
 
     def mean(self, request: MeanRequest) -> ArrivedHandle:
-        call = MeanCall(NoWire(self.num_regions), self.members, request, Buffers(HOST, request.home.device))
+        parties = tuple(Member(region, region) for region in self.members)
+        buffers = Buffers(HOST, request.home.device)
+        call = MeanCall(NoWire(self.num_regions), parties, request, buffers, Payloads())
         arrivals: list[Arrival] = []
         kernels, moved = self._fake.kernels, self._fake.moved
         with self._fake.elsewhere():

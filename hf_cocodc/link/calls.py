@@ -8,7 +8,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
-from ..net.view import UnderWay, View
+from ..net.members import Member
+from ..net.view import Swap, UnderWay, View
 from ..parts.codecs.base import Message, Reply
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.memory import Buffers, Home, aside
 from ..parts.tensors.slices import longest, square
 from .base import Arrival, MeanRequest, drive
-from .exchange import Exchange
+from .exchange import Exchange, RowsOf
 from .part import Call
+from .process_group import Payloads
 from .records import Record, Trailer, checked, from_row, to_row
 from .rules import Begin
 
@@ -47,8 +49,12 @@ class Attempt(Protocol):
         ...
 
 
-Make = Callable[[View, tuple[int, ...]], Attempt]
-"""Makes an attempt over a view, whose regions are given."""
+Make = Callable[[View, tuple[Member, ...]], Attempt]
+"""Makes an attempt over a view, of these members."""
+
+
+def regions_of(members: Iterable[Member]) -> tuple[int, ...]:
+    return tuple(member.region for member in members)
 
 
 @dataclass(eq=False)
@@ -88,7 +94,7 @@ class Pending:
     @property
     def parties(self) -> tuple[int, ...]:
         """The regions that took part."""
-        return tuple(member.region for member in self.done.parties)
+        return regions_of(self.done.parties)
 
     def end(self) -> None:
         """Make the value from the result, and let the training thread have it."""
@@ -118,11 +124,23 @@ class Pending:
 
 
 class MeanCall:
-    """The mean that a request asks for. `members`: in the order of the view; `buffers`: memory for payloads."""
+    """The mean that a request asks for.
 
-    def __init__(self, view: View, members: Sequence[int], request: MeanRequest, buffers: Buffers) -> None:
-        self._view, self._members, self._request = view, tuple(members), request
-        self._buffers = buffers
+    Args:
+        parties: in the order of the view.
+        buffers: memory for payloads, which travel as `payloads` and all parties say.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        parties: tuple[Member, ...],
+        request: MeanRequest,
+        buffers: Buffers,
+        payloads: Payloads,
+    ) -> None:
+        self._view, self._parties, self._members = view, parties, regions_of(parties)
+        self._request, self._buffers, self._payloads = request, buffers, payloads
         self._said: list[Exchange] = []
         self._bytes_before = 0
 
@@ -132,48 +150,55 @@ class MeanCall:
 
     def run(self) -> Arrival:
         with aside(self._request.home.device):
-            view, what, home = self._view, self._request.what, self._request.home
-            row = to_row(self._request.trailer())
-            began = time.perf_counter()
-            trailers: tuple[Trailer, ...] = ()
-            verdict = Verdict(())
+            view, what, payloads = self._view, self._request.what, self._payloads
+            row = to_row(self._request.trailer(), payloads.word(self._parties))
             swap = view.begin_swap(row, what)
+            if payloads.must_hear:
+                view.wait(swap.pending, what, may_be_late=True)
+            with payloads.opened(view, self._parties, swap.values) as rows_of:
+                return self._exchange(swap, rows_of)
 
-            def wait(pending: Sequence[UnderWay]) -> None:
-                nonlocal began
-                posted = time.perf_counter()
-                view.wait(pending, what, may_be_late=True)
-                came = time.perf_counter()
-                # if another region was late, that time does not count for the link
-                if came - posted > view.rtt_s / 2 + _AT_ONCE_S:
-                    began = came - view.rtt_s / 2
+    def _exchange(self, swap: Swap, rows_of: RowsOf) -> Arrival:
+        view, what, home = self._view, self._request.what, self._request.home
+        began = time.perf_counter()
+        trailers: tuple[Trailer, ...] = ()
+        verdict = Verdict(())
 
-            def exchange(message: Message) -> Reply:
-                nonlocal trailers, verdict
-                exchanged = Exchange(view, message, home, self._buffers, what)
-                self._said = [exchanged]
-                exchanged.begin()
-                if not trailers:
-                    wait(swap.pending)
-                    trailers = received(self._members, swap.values, self._members[view.region])
-                    verdict = self._request.judge(trailers)
-                reply = exchanged.end(verdict.weights, verdict.divisor)
-                self._bytes_before, self._said = self.bytes_sent, []
-                return reply
+        def wait(pending: Sequence[UnderWay]) -> None:
+            nonlocal began
+            posted = time.perf_counter()
+            view.wait(pending, what, may_be_late=True)
+            came = time.perf_counter()
+            # if another region was late, that time does not count for the link
+            if came - posted > view.rtt_s / 2 + _AT_ONCE_S:
+                began = came - view.rtt_s / 2
 
-            result = drive(self._request.converse(), exchange)
-            sum_of_squares = believed(square_at(home, result.mean), verdict)
-            ended = time.perf_counter()
-            return Arrival(
-                result,
-                trailers,
-                self.bytes_sent,
-                ended - began,
-                sum_of_squares,
-                self._members,
-                verdict,
-                ended_at=ended,
-            )
+        def exchange(message: Message) -> Reply:
+            nonlocal trailers, verdict
+            exchanged = Exchange(view, message, home, self._buffers, what, rows_of)
+            self._said = [exchanged]
+            exchanged.begin()
+            if not trailers:
+                wait(swap.pending)
+                trailers = received(self._members, swap.values, self._members[view.region])
+                verdict = self._request.judge(trailers)
+            reply = exchanged.end(verdict.weights, verdict.divisor)
+            self._bytes_before, self._said = self.bytes_sent, []
+            return reply
+
+        result = drive(self._request.converse(), exchange)
+        sum_of_squares = believed(square_at(home, result.mean), verdict)
+        ended = time.perf_counter()
+        return Arrival(
+            result,
+            trailers,
+            self.bytes_sent,
+            ended - began,
+            sum_of_squares,
+            self._members,
+            verdict,
+            ended_at=ended,
+        )
 
 
 def square_at(home: Home, mean: Tensor) -> float:

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -26,10 +26,11 @@ ROW = 20
 """Numbers in a row: the mark of the kind, the fields, zeros. Rows of all kinds have one length."""
 
 
-def to_row(record: tuple) -> Tensor:
-    """The record as a row: (ROW,) fp64."""
+def to_row(record: tuple, beside: Sequence[float] = ()) -> Tensor:
+    """The record as a row: (ROW,) fp64; longer by the numbers `beside` it, which `from_row` does not read."""
     numbers = [_mark(type(record)), *map(float, record)]
-    return torch.tensor(numbers + [0.0] * (ROW - len(numbers)), dtype=torch.float64, device=HOST)
+    padding = [0.0] * (ROW - len(numbers))
+    return torch.tensor([*numbers, *padding, *beside], dtype=torch.float64, device=HOST)
 
 
 def from_row(kind: type[Record], row: Tensor, region: int) -> Record:

@@ -45,10 +45,11 @@ from ..parts.tensors.memory import HOST, Buffers, aside
 from ..threads import NativeThread, at_rest
 from . import rules
 from .base import Arrival, Handle, Link, MeanRequest, T
-from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending
+from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending, regions_of
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .part import Standing, back, beat, enter
+from .process_group import GroupBroken, Payloads
 from .records import Record
 from .speaking import AnyClient
 from .stopping import StopAgreement
@@ -74,6 +75,7 @@ class TcpLink:
         client: has met the other regions (`Client.meet`).
         timeout_s: seconds that `close` waits for calls in progress.
         is_one_voice: whether the ranks of the region, which have a lane each, share their decisions (`voice`).
+        payloads: how payloads of means travel; by default over the connections.
 
     Attributes:
         events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways") and facts.
@@ -95,7 +97,9 @@ class TcpLink:
         lane: int = 0,
         num_lanes: int = 1,
         is_one_voice: bool = False,
+        payloads: Payloads | None = None,
     ) -> None:
+        self._payloads = payloads or Payloads()
         self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
         self.agreement: StopAgreement | None = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
@@ -155,7 +159,7 @@ class TcpLink:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(member.region for member in self._part.members)
+        return regions_of(self._part.members)
 
     @property
     def num_regions(self) -> int:
@@ -169,7 +173,7 @@ class TcpLink:
     def epoch(self) -> Epoch:
         """Who takes part, and the number of changes of that so far, as far as this process knows now."""
         part = self._part
-        return Epoch(part.changes + part.losses, tuple(member.region for member in part.members))
+        return Epoch(part.changes + part.losses, regions_of(part.members))
 
     @property
     def knows(self) -> int:
@@ -220,8 +224,8 @@ class TcpLink:
         user = request.home.device
         buffers = self._buffers.setdefault(user, Buffers(HOST, user, lengths_vary=True))
 
-        def make(view: View, regions: tuple[int, ...]) -> Attempt:
-            return MeanCall(view, regions, request, buffers)
+        def make(view: View, parties: tuple[Member, ...]) -> Attempt:
+            return MeanCall(view, parties, request, buffers, self._payloads)
 
         def finish(pending: Pending, attempted: Arrival) -> Arrival:
             sent = attempted.bytes_sent + pending.void_bytes
@@ -242,7 +246,8 @@ class TcpLink:
             self.parties = entry.members
             return
 
-        def make(view: View, regions: tuple[int, ...]) -> Attempt:
+        def make(view: View, parties: tuple[Member, ...]) -> Attempt:
+            regions = regions_of(parties)
             place = regions.index(source) if source in regions else 0
             # a copy: an attempt that fails may have written to it
             return BroadcastCall(view, flat.view(torch.uint8).clone(), place, what)
@@ -266,8 +271,8 @@ class TcpLink:
             self.parties = entry.members
             return records_in(entry, type(record))
 
-        def make(view: View, regions: tuple[int, ...]) -> Attempt:
-            return GatherCall(view, regions, record, what)
+        def make(view: View, parties: tuple[Member, ...]) -> Attempt:
+            return GatherCall(view, regions_of(parties), record, what)
 
         def finish(pending: Pending, records: tuple[Record, ...]) -> tuple[Record, ...]:
             self._write(pending, "gather", records, torch.empty(0, device=HOST), {})
@@ -443,6 +448,7 @@ class TcpLink:
             self._following.fail(LinkError("the link is closed."))
         self.leave_note("it comes back")
         self._client.close(Bye(how="left"))
+        self._payloads.abort()
         self.wire.close()
 
     def begin_again(self, client: AnyClient, wire: Wire) -> None:
@@ -462,6 +468,7 @@ class TcpLink:
         if reason is None and not has_ended and self.standing is Standing.MEMBER:
             reason = f"calls of region {self.region} had not ended after {self._timeout_s:g} s"
         thread = self._thread
+        self._payloads.abort()
         if not has_ended:
             self._fail_all(LinkError("the link is closed."))
             if thread is not None:
@@ -580,17 +587,13 @@ class TcpLink:
         """Make the attempt in hand, and say that this process holds its result."""
         try:
             view, attempt = self._begin(hand, begin)
-            result = attempt.run()
-            with self._changed:
-                if not self._is_in_hand(begin):
-                    return
-                hand.found, hand.bytes_sent = result, attempt.bytes_sent
-                self._feed(rules.Held(begin.number, begin.losses))
-            view.wait(
-                view.begin_swap(torch.ones(1, device=HOST), hand.what).pending,
-                hand.what,
-                may_be_late=True,
-            )
+            rounds = 0
+            while True:
+                failure = self._hold(hand, begin, attempt)
+                if view.vote(failure is None, hand.what):
+                    break
+                rounds += 1
+                self._payloads.has_broken(rounds, str(failure or "another region says why"))
             if self._is_one_voice:
                 alone = begin.number in self._led
                 self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
@@ -605,22 +608,35 @@ class TcpLink:
             if self._is_in_hand(begin):  # else it is void, and says so
                 raise
 
+    def _hold(self, hand: Pending, begin: rules.Begin, attempt: Attempt) -> GroupBroken | None:
+        """Get the result of the attempt in hand; or how its process group has broken, whatever is to blame."""
+        try:
+            result = attempt.run()
+        except GroupBroken as failure:
+            self._payloads.abort()
+            return failure
+        with self._changed:
+            if not self._is_in_hand(begin):
+                raise _void()
+            hand.found, hand.bytes_sent = result, attempt.bytes_sent
+            self._feed(rules.Held(begin.number, begin.losses))
+        return None
+
     def _is_in_hand(self, begin: rules.Begin) -> bool:
         return self._hand is not None and self._hand.begin is begin
 
     def _begin(self, hand: Pending, begin: rules.Begin) -> tuple[View, Attempt]:
         with self._changed:
             if not self._is_in_hand(begin):
-                raise LinkError("this attempt is void: nobody makes it with this process.")
+                raise _void()
             for member in begin.parties:
                 if member != self.me and not self._part.is_paired(member):
                     raise RegionLostError(member.region, f"there is no connection to region {member.region}")
-            regions = tuple(member.region for member in begin.parties)
             # connections that were made one by one differ in number, and all members must cut alike
             count = None if self.is_elastic else self._count
-            view = self.wire.view(regions, begin.losses * _CALLS + begin.number, count)
+            view = self.wire.view(regions_of(begin.parties), begin.losses * _CALLS + begin.number, count)
             assert hand.make is not None
-            hand.view, hand.attempt = view, hand.make(view, regions)
+            hand.view, hand.attempt = view, hand.make(view, begin.parties)
             self.wire.waits.moved()
             return view, hand.attempt
 
@@ -632,6 +648,7 @@ class TcpLink:
             hand.view.revoke()
             self._generation += 1
             self._thread = None
+            self._payloads.abort()  # its wait may have no other end
 
     def _retry(self, pending: Pending, call: rules.Call) -> None:
         pending.void_bytes += pending.bytes_sent
@@ -777,6 +794,11 @@ class TcpLink:
             self._feed(rules.Connected(other))
         self._tell_ways()
         self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST, self._count)
+        is_relayed = "relayed" in self.wire.ways.values()
+        choice = self._payloads.settle(self.view, self._part.members, is_relayed)
+        if choice is not None:
+            logger.info("payloads of means travel over %s: %s.", *choice)
+            self.events.append(("link", choice._asdict()))
 
     def _connect_soon(self, other: Member, after_s: float = 0.0) -> None:
         NativeThread(self._connect, "hf_cocodc-connect", (self.me, other, after_s)).start()
@@ -901,6 +923,10 @@ class TcpLink:
             error = left_behind(self.region, why)
             self._fail_all(error)
         return error
+
+
+def _void() -> LinkError:
+    return LinkError("this attempt is void: nobody makes it with this process.")
 
 
 def use_one_thread() -> None:

@@ -243,6 +243,12 @@ class Connection:
             self._break(pipe, ConnectionLost("nothing is answered on its socket"))
         return self._moved_before + moved
 
+    @property
+    def rtt_s(self) -> float | None:
+        """See `Pipe.rtt_s`."""
+        with self._changed:
+            return None if self._last is None else self._last.rtt_s
+
     def ask(self) -> None:
         """Ask the other end how much it has received, if it has not said that of all."""
         with self._changed:

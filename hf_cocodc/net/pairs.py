@@ -313,6 +313,12 @@ class Pair:
         return all(each.pace(rate) for each in self.connections)
 
     @property
+    def network_rtt_s(self) -> float:
+        """Like `rtt_s`, without the time that the two processes take, where the kernel says it."""
+        known = None if self.control is None else self.control.rtt_s
+        return self.rtt_s if known is None else min(known, self.rtt_s)
+
+    @property
     def lost_at(self) -> float:
         """When one of the connections has ended; infinite before."""
         return min(each.lost_at for each in self.connections)

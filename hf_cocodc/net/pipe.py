@@ -19,8 +19,9 @@ _RECORD = 256 << 10
 _MORE = getattr(socket, "MSG_MORE", 0)
 _JOINED = 64 << 10
 """A message of at most so many bytes leaves together with its header."""
-_STATE = struct.Struct("=2x2B4x48xI44x16x2Q")
-"""Of Linux's `tcp_info`: retransmits, probes, last_ack_recv (ms), bytes_acked, bytes_received."""
+_STATE = struct.Struct("=2x2B4x48xI44x16x2Q12xI")
+"""Of Linux's `tcp_info`: retransmits, probes, last_ack_recv (ms), bytes_acked, bytes_received, min_rtt (us)."""
+_NO_RTT = (1 << 32) - 1
 _GONE_MS = 30_000
 _UNANSWERED = 2
 
@@ -87,13 +88,24 @@ class Pipe:
         socket is dead: what was sent, or a question whether the other end takes more, has been unanswered for long. An end that
         takes nothing answers: it may only be late.
         """
-        try:
-            raw = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
-            retransmits, probes, answered_ms, acked, received = _STATE.unpack(raw)
-        except (OSError, AttributeError, struct.error):  # it is closed, or not Linux
+        state = self._state()
+        if state is None:
             return 0, False
+        retransmits, probes, answered_ms, acked, received, _ = state
         is_dead = max(retransmits, probes) >= _UNANSWERED and answered_ms > _GONE_MS
         return acked + received, is_dead
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Seconds of a round trip between the two kernels, the shortest so far; None where the kernel does not say."""
+        state = self._state()
+        return state[-1] / 1e6 if state is not None and 0 < state[-1] < _NO_RTT else None
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            return _STATE.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size))
+        except (OSError, AttributeError, struct.error):  # it is closed, or not Linux
+            return None
 
 
 def _fill(connected: socket.socket, memory: memoryview) -> None:

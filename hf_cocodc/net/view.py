@@ -15,6 +15,8 @@ from .connection import ConnectionLost, Operation
 from .pairs import Pair
 
 LARGEST = 1 << 20
+_ROUND = 1 << 20
+"""More tags than one round of an attempt uses."""
 
 _VOID = "the transfer is void: a region was lost."
 
@@ -112,14 +114,14 @@ class View:
         self.others = list(self._pairs)
         self.connections = connections
         self.rtt_s = max((pair.rtt_s for pair in pairs.values()), default=0.0)
-        self._order, self._tags = order, itertools.count()
+        self._order, self._tags, self._round = order, itertools.count(), 0
         self._timeout_s, self._throttle, self._explain = timeout_s, throttle, explain
         self._waits = waits
         self._revoked = threading.Event()
 
     def tag(self) -> int:
         """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
-        self._check()
+        self.check()
         return next(self._tags)
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> UnderWay:
@@ -137,17 +139,32 @@ class View:
         Raises RegionLostError if an operation failed (it quotes the note that the region left, if any), and Revoked.
         """
         for region, operation in pending:
-            with self._waits.lock:  # a thread that was left alone must not hide what its successor waits for
-                self._check()
-                self._waits.begin(region, what, may_be_late)
-            with self._naming(region, what):
+            with self.awaiting(region, what, may_be_late), self._naming(region, what):
                 operation.wait(None if may_be_late else self._timeout_s)
-            with self._waits.lock:
-                self._check()
-                self._waits.moved()
         with self._waits.lock:
-            self._check()
+            self.check()
             self._waits.end()
+
+    @contextlib.contextmanager
+    def awaiting(self, region: int, what: str, may_be_late: bool = False) -> Iterator[None]:
+        """Inside the block, something is awaited of a region. Raises Revoked, also at its end."""
+        with self._waits.lock:  # a thread that was left alone must not hide what its successor waits for
+            self.check()
+            self._waits.begin(region, what, may_be_late)
+        yield
+        with self._waits.lock:
+            self.check()
+            self._waits.moved()
+
+    def vote(self, yes: bool, what: str) -> bool:
+        """Whether all regions say yes to what they have done so far. Then a new round begins: wherever each was, all get the
+        same tags again.
+        """
+        self._round += 1
+        self._tags = itertools.count(self._round * _ROUND)
+        swap = self.begin_swap(torch.tensor([float(yes)], device="cpu"), what)
+        self.wait(swap.pending, what, may_be_late=True)
+        return all(bool(each) for each in swap.values)
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
         """Start to exchange a small tensor with every other region, on the control connection."""
@@ -178,6 +195,11 @@ class View:
             tries.append(time.perf_counter() - start)
         return min(tries, default=0.0)
 
+    @property
+    def network_rtt_s(self) -> float:
+        """Like `rtt_s`, without the time that processes take."""
+        return max((pair.network_rtt_s for pair in self._pairs.values()), default=0.0)
+
     def revoke(self) -> None:
         """End the use of this view: every later call raises `Revoked`, and so does a wait in progress.
 
@@ -196,11 +218,12 @@ class View:
         """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
         pair, operation = self._pairs[region], Operation(self._order, tag, memory)
         with self._naming(pair.region, what):
-            self._check()
+            self.check()
             getattr(pair.connection(index), kind)(operation)
         return UnderWay(pair.region, operation)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises Revoked if this view must not be used any more."""
         if self._revoked.is_set():
             raise Revoked(_VOID)
 
@@ -211,10 +234,10 @@ class View:
         try:
             yield
         except TimeoutError as error:
-            self._check()
+            self.check()
             raise self._explain(region, what, time.perf_counter() - since, error) from error
         except ConnectionLost as error:
-            self._check()
+            self.check()
             # those that miss a region may end, too: the first one is to blame
             first = min(self._pairs.values(), key=lambda pair: pair.lost_at)
             raise self._explain(first.region, what, time.perf_counter() - since, error) from error

@@ -250,6 +250,7 @@ def connect(
             num_lanes=num_lanes,
             lane=lane,
             is_one_voice=sharded and group is not None,
+            device=accelerator.device,
         )
 
     def mine() -> RegionContext:

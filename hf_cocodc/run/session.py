@@ -14,6 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from msgspec import structs
 
 from ..coordinator.caller import error_of
@@ -38,6 +39,7 @@ from ..coordinator.rules import end_in_words
 from ..errors import CocodcError, DonorLost, LeftBehind, LinkError, RunOver
 from ..link.base import Link
 from ..link.log import Marker
+from ..link.process_group import SEALED, Payloads
 from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.addresses import Unreachable, own_address
@@ -45,6 +47,7 @@ from ..net.keys import Keys
 from ..net.members import Member, Whereabouts
 from ..net.pairs import STREAMS
 from ..net.wire import Wire
+from ..parts.tensors.memory import HOST
 from ..settings import RegionConfig
 from ..snapshot.donor import Donation, Offer
 from ..snapshot.receive import Base, Donors, Received, receive_log, received_in
@@ -156,6 +159,7 @@ class RegionContext:
         num_lanes: lanes of this region, which share the rate limit.
         is_one_voice: whether its ranks share their decisions (see `TcpLink`).
         lane: of this process.
+        device: of its model.
     """
 
     region: int
@@ -168,6 +172,7 @@ class RegionContext:
     num_lanes: int = 1
     is_one_voice: bool = False
     lane: int = 0
+    device: torch.device = HOST
 
     @property
     def rate(self) -> float | None:
@@ -253,7 +258,18 @@ class RegionContext:
             lane=self.lane,
             num_lanes=self.num_lanes,
             is_one_voice=self.is_one_voice,
+            payloads=Payloads(
+                self.regions.link, self.device, self.host, self.regions.timeout_s, self._keeps_from_a_group
+            ),
         )
+
+    @property
+    def _keeps_from_a_group(self) -> str:
+        """Which setting keeps link "auto" from a process group: one of `process_group.REASONS`."""
+        if self.keys is not None:
+            return SEALED
+        set_here = [*self.regions.of_tcp, *(["announce"] if self.regions.announced else [])]
+        return f"regions.{set_here[0]} is set" if set_here else ""
 
 
 class Approach:

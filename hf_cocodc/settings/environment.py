@@ -16,6 +16,8 @@ ENV_COORDINATOR = "HF_COCODC_COORDINATOR"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
 ENV_SECRET = "HF_COCODC_SECRET"
+ENV_LAUNCH = "HF_COCODC_LAUNCH"
+"""Names the launch that has started this process, if one launch has started several regions."""
 _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 

@@ -78,10 +78,10 @@ def _weight(place: Place, inner: torch.optim.Optimizer, global_params: Params) -
 
     to_row = calls.to_row
 
-    def lie(record: tuple) -> Tensor:
+    def lie(record: tuple, beside: Sequence[float] = ()) -> Tensor:
         if isinstance(record, Trailer) and record.inner_step == place.damaged_at:
             record = record._replace(weight=1e6)
-        return to_row(record)
+        return to_row(record, beside)
 
     calls.to_row = lie
 
@@ -96,11 +96,11 @@ def _flip(gathered: bool) -> Callable[..., None]:
         due, now = threading.Event(), threading.local()
         send, start = Exchange._send, Connection.send
 
-        def send_it(self: Any, payload: Tensor, others: Sequence[int], tag: int, index: int) -> None:
-            if due.is_set() and (tag == self._gather_tag) == gathered:
+        def send_it(self: Any, rows: Any, index: int, payload: Tensor, others: Sequence[int]) -> None:
+            if others and due.is_set() and (rows is not self._scattered) == gathered:
                 due.clear()
                 now.here = True
-            send(self, payload, others, tag, index)
+            send(self, rows, index, payload, others)
 
         def start_it(self: Any, operation: Operation) -> None:
             if getattr(now, "here", False):
