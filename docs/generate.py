@@ -21,12 +21,14 @@ VARIABLES = {
     "HF_COCODC_SECRET": "The secret that regions and coordinator share (`hf-cocodc secret new`). Equal everywhere.",
     "HF_COCODC_RUN": "Name of the run, if two runs at one coordinator would have the same name. Equal in all regions of a run.",
     "HF_COCODC_JOIN": "`1`: this process joins or rejoins a run that trains already.",
+    "HF_COCODC_SPLIT": "Splits one `accelerate launch` when `hf_cocodc` is imported. `machines`: each machine is a region. A "
+    "number: so many regions of equal size. Instead of the first three.",
 }
 """What users may set."""
 INTERNAL = {
     "HF_COCODC_COMMAND": "The command that started this process.",
+    "HF_COCODC_LAUNCH": "The name of a launch that is split into regions, for its processes and their children.",
     "HF_COCODC_OUTLIVES_COMMAND": "Whether this process trains on when the command ends.",
-    "HF_COCODC_SPLIT": "Set by `split_world`, for the processes that it starts.",
     "HF_COCODC_STATUS": "Where a region reports its progress to the command.",
 }
 """What only this package sets."""

@@ -4,6 +4,7 @@ Each region trains on its own for many inner steps. Only an outer optimizer uses
 """
 
 import importlib
+import os
 
 TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not yet handled (see __main__)
 if TYPE_CHECKING:
@@ -56,3 +57,18 @@ if not TYPE_CHECKING:  # or a type checker would believe every name to be there
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def _split_if_asked() -> None:
+    """Split this process's launch into regions if HF_COCODC_SPLIT says so, before anything knows the launch as one world."""
+    if "HF_COCODC_SPLIT" not in os.environ or "RANK" not in os.environ or "HF_COCODC_LAUNCH" in os.environ:
+        return
+    import multiprocessing
+
+    if multiprocessing.parent_process() is None:  # a child is no rank: its parent is
+        from .run.split_world import split_as_asked
+
+        split_as_asked()
+
+
+_split_if_asked()

@@ -16,7 +16,7 @@ from ..coordinator.secret import secret_of
 from ..errors import InputError
 from ..interrupt import ends_at_once
 from ..net.pacing import congestion_of
-from ..settings import RegionConfig, warn_alone
+from ..settings import RegionConfig, check_split, warn_alone
 from ..settings.recipe import Recipe, add_recipe
 from ..status import phase_in_words
 from ..training.forks import SIGNALS
@@ -86,6 +86,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_split(os.environ)
     overrides = list(options.overrides)
     recipe = recipe_of(options)
     part = part_of(recipe, options, options.join)

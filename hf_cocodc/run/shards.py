@@ -18,6 +18,7 @@ from ..settings import (
     ENV_REGIONS,
     RegionConfig,
     check_alone,
+    check_split,
     from_env,
     warn_alone,
 )
@@ -101,6 +102,7 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
+        check_split(os.environ)
         check_alone(None, coordinator)
         warn_alone()
         return 0, 1

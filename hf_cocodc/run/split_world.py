@@ -2,21 +2,39 @@
 
 import logging
 import os
-import socket
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
-from ..errors import InputError
-from ..net.addresses import free_port
-from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig
+from ..errors import InputError, shown
+from ..net.addresses import named, own_address
+from ..settings import (
+    ENV_COORDINATOR,
+    ENV_LAUNCH,
+    ENV_REGION,
+    ENV_REGIONS,
+    ENV_SPLIT,
+    MACHINES,
+    RegionConfig,
+)
 from .gpus import VISIBLE, shares, sharing, visible
 
 logger = logging.getLogger(__name__)
 
 _KEY = "hf_cocodc/split"
+_PACKAGE = str(Path(__file__).parents[1])
+_RESTART = "TORCHELASTIC_RESTART_COUNT"
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def split_world(num_regions: int) -> int:
@@ -26,79 +44,195 @@ def split_world(num_regions: int) -> int:
     that torchrun set and makes every region a world of its own. Consecutive ranks form a region. Rank 0 serves their
     coordinator. Regions share the GPUs of a machine that has fewer GPUs than processes.
 
+    With HF_COCODC_SPLIT=N in the environment, the import of hf_cocodc does the same, without a call; with
+    HF_COCODC_SPLIT=machines, each machine of the launch is a region.
+
     Raises:
-        InputError: no launcher started this process, or the number of processes is not a multiple of `num_regions`.
+        InputError: no launcher started this process, the number of processes is not a multiple of `num_regions`, a region
+            would begin or end in the middle of a machine, HF_COCODC_SPLIT asks for another number, or the call comes too
+            late.
     """
-    env = os.environ
+    said, env = f"split_world({num_regions})", os.environ
     if num_regions < 1:
-        raise InputError(f"split_world({num_regions}): the number of regions must be at least 1.")
-    if "HF_COCODC_SPLIT" in env:  # a child process, such as a DataLoader worker, may run the script again
-        return int(env[ENV_REGION])
-    if "WORLD_SIZE" not in env or "MASTER_PORT" not in env:
-        if num_regions == 1:
+        raise InputError(f"{said}: the number of regions must be at least 1.")
+    if ENV_SPLIT in env and ENV_LAUNCH not in env:
+        split_as_asked()
+    if ENV_LAUNCH not in env:
+        if num_regions == 1 and "RANK" not in env:
             return 0
+        return _split(num_regions, said)
+    if int(env[ENV_REGIONS]) != num_regions:
+        asked = f" by {ENV_SPLIT}={env[ENV_SPLIT]}" if ENV_SPLIT in env else ""
         raise InputError(
-            f"split_world({num_regions}) needs a launcher that starts several processes. Use `accelerate launch "
-            "--multi_gpu --num_processes N script.py` (on CPUs with ACCELERATE_USE_CPU=true), or torchrun."
+            f"{said}: this launch is already split into {env[ENV_REGIONS]} region(s){asked}. Make the numbers equal, or "
+            "remove one of the two."
         )
-    world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+    return int(env[ENV_REGION])  # the import, or a parent of this process, has split the launch
+
+
+def split_as_asked() -> None:
+    """Split the launch as HF_COCODC_SPLIT says. Raises like `split_world`."""
+    wish = os.environ[ENV_SPLIT]
+    said = f"{ENV_SPLIT}={shown(wish)}"
+    if wish != MACHINES and not re.fullmatch(r"[1-9]\d{0,8}", wish):
+        raise InputError(
+            f"{said} must be `{MACHINES}` (each machine of the launch is a region) or a whole number from 1 (so many regions of "
+            "equal size). Correct it, or unset it."
+        )
+    _split(None if wish == MACHINES else int(wish), said)
+
+
+class SplitRank(NamedTuple):
+    """Where a process of a launch is, once the launch is split.
+
+    Attributes:
+        rank: within the region, which has `size` ranks.
+        local_rank: within the part of the region on this machine, which has `local_size` ranks.
+        slot: which of the `slots` regions of this machine.
+    """
+
+    num_regions: int
+    region: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    slot: int = 0
+    slots: int = 1
+
+
+def placed(num_regions: int | None, env: Mapping[str, str], said: str) -> SplitRank:
+    """The place of the process that a launcher has given this environment; None makes each machine a region. Raises InputError
+    if the launch cannot be divided so; `said` is what asks for it.
+    """
+    missing = [name for name in _NEEDED if name not in env]
+    if missing:
+        raise InputError(
+            f"{said} needs a launcher that starts several processes, and {missing[0]} is not set. Use `accelerate launch "
+            "--multi_gpu --num_processes N script.py` (on CPUs with ACCELERATE_USE_CPU=true), or torchrun; with Slurm, `srun "
+            "accelerate launch` with one task a machine."
+        )
+    rank, world, local_rank, local_size = (int(env[name]) for name in _NEEDED[:4])
+    first = rank - local_rank  # rank of this machine's first process
+    if num_regions is None:
+        if "GROUP_RANK" in env and "GROUP_WORLD_SIZE" in env:
+            count, region = int(env["GROUP_WORLD_SIZE"]), int(env["GROUP_RANK"])
+        elif world % local_size or first % local_size:
+            raise InputError(
+                f"{said}: the launcher does not say which machine rank {rank} of {world} is on. It must set GROUP_RANK and "
+                "GROUP_WORLD_SIZE, as torchrun does, or start equally many consecutive ranks on each machine."
+            )
+        else:
+            count, region = world // local_size, first // local_size
+        return SplitRank(count, region, local_rank, local_size, local_rank, local_size)
     if world % num_regions:
         raise InputError(
-            f"split_world({num_regions}): {world} processes cannot be divided into {num_regions} regions of equal size. "
-            f"Launch a multiple of {num_regions} processes."
+            f"{said}: {world} processes cannot be divided into {num_regions} regions of equal size. Launch a multiple of "
+            f"{num_regions} processes."
         )
     size = world // num_regions
     region, rank_in_region = divmod(rank, size)
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if first % size == 0 and local_size % size == 0:
+        slot, local_rank = divmod(local_rank, size)
+        return SplitRank(
+            num_regions, region, rank_in_region, size, local_rank, size, slot, local_size // size
+        )
+    if first // size != (first + local_size - 1) // size:
+        raise InputError(
+            f"{said}: a region of {size} processes would begin or end in the middle of a machine, which has {local_size}. A "
+            "region must be one or more whole machines, or a machine one or more whole regions: change the number of regions "
+            f"or of processes. {ENV_SPLIT}={MACHINES} makes each machine a region, whatever its size."
+        )
+    return SplitRank(num_regions, region, rank_in_region, size, local_rank, local_size)
+
+
+def _split(num_regions: int | None, said: str) -> int:
+    """Split the launch, and return this process's region. Raises like `split_world`."""
+    env = os.environ
+    given = [name for name in (ENV_REGION, ENV_REGIONS, ENV_COORDINATOR) if name in env]
+    if given:
+        raise InputError(
+            f"{said} numbers the regions and starts their coordinator, but {given[0]}={env[given[0]]} is set, too. Unset one of "
+            "the two."
+        )
+    place = placed(num_regions, env, said)
+    _refuse_late(said, place.slots > 1)
+    host, port, rank = env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"])
+    is_one_machine = int(env["WORLD_SIZE"]) == int(env["LOCAL_WORLD_SIZE"])
     store = _launcher_store(host, port, rank)
-    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"{_KEY}/{restart}/{region}"
-    if rank_in_region == 0:
-        store.set(
-            key, f"{socket.gethostname() if world > int(env['LOCAL_WORLD_SIZE']) else host}:{free_port()}"
-        )
+    key = f"{_KEY}/{env.setdefault(_RESTART, '0')}"
     if rank == 0:
-        store.set(
-            f"{_KEY}/{restart}/coordinator", _serve(host, one_machine=world == int(env["LOCAL_WORLD_SIZE"]))
-        )
-    coordinator = store.get(f"{_KEY}/{restart}/coordinator").decode()
-    region_host, _, region_port = store.get(key).decode().rpartition(":")
-    local_rank, local_size = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
-    if (
-        local_size > size
-    ):  # several regions are on this machine: each sees only its own devices, counted from 0
-        here = local_size // size
+        if num_regions is None and place.num_regions == 1:
+            logger.warning(
+                "%s: this launch has one machine, so a single region trains. For more, launch on more machines, or set %s to a "
+                "number of regions.",
+                *(said, ENV_SPLIT),
+            )
+        store.set(f"{key}/launch", f"{secrets.token_hex(8)} {_serve(is_one_machine)}")
+    if place.rank == 0:
+        # all processes of the launch reach rank 0 at MASTER_ADDR, by whatever name each has for it
+        is_here = place.size == place.local_size
+        own = "127.0.0.1" if is_here else "" if rank == 0 else own_address(named(host, port), None)
+        store.set(f"{key}/{place.region}", f"{own} {_serve_store()}")
+    launch, coordinator_port = store.get(f"{key}/launch").decode().split(" ")
+    region_host, region_port = store.get(f"{key}/{place.region}").decode().split(" ")
+    if place.slots > 1:  # each region sees only its own devices, counted from 0
         gpus = [] if parse_flag_from_env("ACCELERATE_USE_CPU") else visible()
-        if len(gpus) >= size:  # otherwise torch says which rank of a region has none
-            env[VISIBLE] = ",".join(shares(gpus, here, size)[local_rank // size])
-            shared = sharing(len(gpus), here, size)
-            if shared is not None and local_rank == 0:
+        if len(gpus) >= place.size:  # otherwise torch says which rank of a region has none
+            env[VISIBLE] = ",".join(shares(gpus, place.slots, place.size)[place.slot])
+            shared = sharing(len(gpus), place.slots, place.size)
+            if shared is not None and place.slot == place.local_rank == 0:
                 logger.warning(shared)
-        env.update(LOCAL_RANK=str(local_rank % size), LOCAL_WORLD_SIZE=str(size))
     env.update(
-        RANK=str(rank_in_region),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR=region_host,
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_size),
+        MASTER_ADDR=region_host or host,
         MASTER_PORT=region_port,
-        TORCHELASTIC_USE_AGENT_STORE="False",
-        HF_COCODC_SPLIT=str(num_regions),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    env.update({ENV_REGION: str(region), ENV_REGIONS: str(num_regions), ENV_COORDINATOR: coordinator})
-    return region
+    env[ENV_LAUNCH] = launch
+    env[ENV_REGION], env[ENV_REGIONS] = str(place.region), str(place.num_regions)
+    env[ENV_COORDINATOR] = named("127.0.0.1" if is_one_machine else host, int(coordinator_port))
+    return place.region
+
+
+def _refuse_late(said: str, hides_gpus: bool) -> None:
+    """Raise InputError, which names the line to move, if something in this process was made for the launch as one world."""
+    made = {
+        "an Accelerator or TrainingArguments": PartialState._shared_state,
+        "a process group": dist.is_initialized(),
+        "a CUDA context": hides_gpus and torch.cuda.is_initialized(),
+    }
+    late = next((name for name, is_there in made.items() if is_there), None)
+    if late is None:
+        return
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<frozen importlib")):
+        frame = frame.f_back
+    line = f"line {frame.f_lineno} of {frame.f_code.co_filename}"
+    raise InputError(
+        f"{said} comes too late: {late} exists already, made for one world of {os.environ['WORLD_SIZE']} processes. Move {line} "
+        "to the beginning of the script."
+    )
 
 
 _served: list[Served] = []  # a coordinator that is not kept would close
+_kept_stores: list[dist.TCPStore] = []  # and so would a store
 
 
-def _serve(host: str, one_machine: bool) -> str:
-    """Serve the coordinator of the regions; returns its address. All ranks reach `host`, where rank 0 runs."""
+def _serve(is_one_machine: bool) -> int:
+    """Serve the coordinator of the regions; returns its port."""
     keys = secret_of(RegionConfig())
-    served = serve_in_thread("127.0.0.1" if one_machine else "0.0.0.0", 0, [] if keys is None else [keys])
-    _served.append(served)
-    return f"{'127.0.0.1' if one_machine else host}:{served.port}"
+    _served.append(serve_in_thread("127.0.0.1" if is_one_machine else "", 0, [] if keys is None else [keys]))
+    return _served[-1].port
 
 
-_kept_stores: list[dist.TCPStore] = []  # a store that is not kept would close
+def _serve_store() -> int:
+    """Serve the store at which the ranks of this process's region meet; returns its port."""
+    _kept_stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _kept_stores[-1].port
 
 
 def _launcher_store(host: str, port: int, rank: int) -> dist.TCPStore:

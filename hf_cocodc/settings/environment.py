@@ -16,8 +16,11 @@ ENV_COORDINATOR = "HF_COCODC_COORDINATOR"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
 ENV_SECRET = "HF_COCODC_SECRET"
+ENV_SPLIT = "HF_COCODC_SPLIT"
+MACHINES = "machines"
+"""The value of ENV_SPLIT that makes each machine a region."""
 ENV_LAUNCH = "HF_COCODC_LAUNCH"
-"""Names the launch that has started this process, if one launch has started several regions."""
+"""Where a launch is split into regions: its name, equal in all its processes."""
 _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -38,10 +41,36 @@ def check_alone(region: int | None, coordinator: str | None) -> None:
         )
 
 
+def check_split(env: Mapping[str, str]) -> None:
+    """Raise InputError if the user asks to split a launch into regions, and this process is not split from others."""
+    if ENV_SPLIT not in env or ENV_LAUNCH in env:
+        return
+    why = (
+        "its launcher started it after the import of hf_cocodc. Call split_world(N) first in the function that it runs"
+        if "RANK" in env
+        else "no launcher of several processes started it. Start it with accelerate launch or torchrun"
+    )
+    raise InputError(
+        f"{ENV_SPLIT}={shown(env[ENV_SPLIT])} splits one launch into regions, and this process is in none: {why}, or unset "
+        f"{ENV_SPLIT}."
+    )
+
+
 @functools.cache
 def warn_alone() -> None:
     """Warn, once in a process, that nothing told this region of others."""
-    if os.environ.get("RANK", "0") == "0":
+    env = os.environ
+    if env.get("RANK", "0") != "0":
+        return
+    world, local = env.get("WORLD_SIZE", "1"), env.get("LOCAL_WORLD_SIZE")
+    if local is not None and world != local:
+        logger.warning(
+            "training as a single region of all %s processes, on several machines: each step needs the network between them. "
+            "%s=%s in front of the launcher, on every machine, makes each machine a region; %s=N makes N regions of equal size. "
+            "If you mean a single region, say so: %s=1, or RegionConfig(count=1).",
+            *(world, ENV_SPLIT, MACHINES, ENV_SPLIT, ENV_REGIONS),
+        )
+    else:
         logger.warning(
             "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "
             "regions, set in each of them:\n    export %s=2\n    export %s=0    # 1 in the next region\n    export %s=HOST:PORT"

@@ -16,6 +16,7 @@ from .environment import (
     ENV_RUN,
     ENV_SECRET,
     check_alone,
+    check_split,
     from_env,
     warn_alone,
 )
@@ -282,6 +283,7 @@ class RegionConfig(Settings):
             InputError: a value contradicts the environment, or a needed value is missing.
         """
         env = os.environ if env is None else env
+        check_split(env)
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         coordinator = self.coordinator or env.get(ENV_COORDINATOR)

@@ -26,6 +26,15 @@ def accelerate(num_processes: int) -> list[str]:
     return launcher + (["--cpu"] if num_processes == 1 else ["--multi_gpu", "--main_process_port", "0"])
 
 
+def accelerate_on(machine: int, machines: int, num_processes: int, port: int) -> list[str]:
+    """The command for one of several machines, which are all this one, with as many processes in all."""
+    return [
+        *accelerate(num_processes)[:-2],
+        *("--num_machines", str(machines), "--machine_rank", str(machine)),
+        *("--main_process_ip", "127.0.0.1", "--main_process_port", str(port)),
+    ]
+
+
 def environment(**more: str) -> dict[str, str]:
     """Ours, for one CPU thread a process."""
     common = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

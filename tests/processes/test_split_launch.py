@@ -1,0 +1,111 @@
+"""One launch that HF_COCODC_SPLIT makes regions of, on one or several machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_cocodc.net.addresses import free_port
+from hf_cocodc.run.split_world import split_as_asked
+from hf_cocodc.settings import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_SPLIT
+from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
+from tests.processes.launching import ROOT, WORKER, accelerate, accelerate_on, environment, outcomes, run_all
+from tests.processes.test_regions import CONFIG, assert_all_ranks_equal
+
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ENV_REGION, ENV_LAUNCH, ENV_COORDINATOR)
+
+
+def meet_in_region(path: str) -> None:
+    """The body of a rank: split, add up what the ranks of its region have, and tell."""
+    rank = int(os.environ["RANK"])
+    split_as_asked()
+    dist.init_process_group("gloo")
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    told = {name: os.environ[name] for name in TOLD}
+    Path(path, f"{rank}.json").write_text(json.dumps({**told, "total": total.item()}))
+    dist.barrier()  # a store closes with the process that serves it
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("wish", "local", "regions", "totals"),
+    [
+        ("2", 4, "0011", [1, 1, 5, 5]),
+        ("machines", 2, "0011", [1, 1, 5, 5]),
+        ("2", 1, "0011", [1, 1, 5, 5]),
+        ("4", 2, "0123", [0, 1, 2, 3]),
+        ("machines", 1, "0123", [0, 1, 2, 3]),
+    ],
+)
+def test_each_region_is_a_world_and_the_launch_has_a_name(
+    wish: str, local: int, regions: str, totals: list[int], tmp_path: Path
+) -> None:
+    """Four ranks, `local` on each machine: ranks of a region reach each other, and no others; two launches differ in name."""
+    masters, log, ranks = [torch_master() for _ in range(2)], tmp_path / "log.txt", []
+    for launch, master in enumerate(masters):
+        folder = tmp_path / str(launch)
+        folder.mkdir()
+        for rank in range(4):
+            env = rank_env(master, rank, 4) | {"LOCAL_RANK": str(rank % local)}
+            env |= {"LOCAL_WORLD_SIZE": str(local), ENV_SPLIT: wish}
+            ranks.append(fork(meet_in_region, str(folder), log=log, **env))
+    for each in ranks:
+        each.join(TIMEOUT_S)
+        assert each.exitcode == 0, log.read_text()[-4000:]
+    told = [[json.loads((tmp_path / f"{k}/{rank}.json").read_text()) for rank in range(4)] for k in (0, 1)]
+    for found in told:
+        assert "".join(each[ENV_REGION] for each in found) == regions
+        assert [each["total"] for each in found] == totals
+        assert {each["WORLD_SIZE"] for each in found} == {str(regions.count("0"))}
+        assert len({(each[ENV_LAUNCH], each[ENV_COORDINATOR]) for each in found}) == 1
+    assert told[0][0][ENV_LAUNCH] != told[1][0][ENV_LAUNCH]
+
+
+@pytest.mark.slow
+def test_machines_of_two_ranks_each(tmp_path: Path) -> None:
+    """Two machines x two ranks (DDP inside), Trainer with the callback, and nothing else: all four end with one model."""
+    port = free_port()
+    worker = [WORKER, "trainer", str(tmp_path), json.dumps(CONFIG)]
+    env = environment(HF_COCODC_SPLIT="machines")
+    run_all([([*accelerate_on(each, 2, 4, port), *worker], env) for each in (0, 1)])
+    assert_all_ranks_equal(outcomes(tmp_path))
+
+
+LATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+import hf_cocodc
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wish", "code", "message"),
+    [
+        ("2", LATE, "HF_COCODC_SPLIT='2' comes too late: an Accelerator or TrainingArguments exists already"),
+        ("3", "import hf_cocodc", "HF_COCODC_SPLIT='3': 2 processes cannot be divided into 3 regions"),
+    ],
+)
+def test_a_launch_that_is_not_split_ends(wish: str, code: str, message: str, tmp_path: Path) -> None:
+    """At the import, with an error that names the way out; both ranks end."""
+    script = tmp_path / "late.py"
+    script.write_text(code)
+    ended = subprocess.run(
+        [*accelerate(2), str(script)],
+        env=environment(HF_COCODC_SPLIT=wish),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    if code == LATE:
+        assert f"Move line 4 of {script} to the beginning of the script" in ended.stderr
