@@ -5,29 +5,25 @@ import torch.distributed as dist
 
 from ..errors import InputError, short
 from ..settings import RegionConfig
-
-SHORT_S = 0.002
-"""Round trips of one cluster are shorter."""
+from .process_group import REASONS, SEALED, Said, choose
 
 
 def why_tcp(regions: RegionConfig, has_secret: bool) -> str:
-    """Why regions.link=auto keeps payloads on connections of our own, however near the regions are; empty if nothing does."""
+    """Why these settings keep link "auto" from a process group, however near the regions are: one of `process_group.REASONS`."""
     if has_secret:
-        return "a secret is set, and a process group does not encrypt"
+        return SEALED
     asked = [*regions.of_tcp, *(["announce"] if regions.announced else [])]
     return f"regions.{asked[0]} is set" if asked else ""
 
 
 def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str, str]:
-    """The link of regions that have these settings and this round trip, and why. Nothing is known here of launches and GPUs."""
-    if regions.link != "auto":
-        return regions.link, "regions.link"
-    if why := why_tcp(regions, has_secret):
+    """How payloads would travel between regions with these settings and this round trip, and why, as `choose` has it. Launches
+    and GPUs are not known here.
+    """
+    why = why_tcp(regions, has_secret)
+    if why and regions.link == "auto":
         return "tcp", why
-    limit = f"{1000 * SHORT_S:g} ms"
-    if rtt_s < SHORT_S:
-        return "gloo", f"round trips below {limit}"
-    return "tcp", f"a round trip of {1000 * rtt_s:.3g} ms, and gloo is for those below {limit}"
+    return choose(regions.link, [0], [Said(REASONS.index(why), rtt_s, 0, 0)])
 
 
 def refuse_backend(link: str, use_cpu: bool = False, regions_here: int = 1) -> None:

@@ -103,12 +103,11 @@ def choose(asked: str, regions: Sequence[int], said: Sequence[Said]) -> Choice:
     launches, gpus = {each.launch for each in said}, {each.gpu for each in said}
     if len(launches) == 1 and 0 not in launches | gpus and len(gpus) == len(said):
         return Choice("nccl", "one launch has started all regions, and each has a GPU of its own")
-    slowest = 1000 * max(each.rtt_s for each in said)
-    if slowest < 1000 * SHORT_S:
-        return Choice("gloo", f"round trips take {slowest:.2g} ms")
-    return Choice(
-        "tcp", f"round trips take {slowest:.2g} ms, and those of a cluster less than {1000 * SHORT_S:g} ms"
-    )
+    rtt_s = max(each.rtt_s for each in said)
+    words = f"round trips take {float(f'{1000 * rtt_s:.2g}'):g} ms"
+    if rtt_s < SHORT_S:
+        return Choice("gloo", words)
+    return Choice("tcp", f"{words}, and those of a cluster less than {1000 * SHORT_S:g} ms")
 
 
 def number_of(name: str) -> int:
@@ -289,20 +288,10 @@ class Payloads:
     def _make(self, view: View, agreed: Plan, members: tuple[Member, ...]) -> "Group":
         """Make the group of all regions of a view. Raises GroupBroken, in each region that fails."""
         self.abort()
-        store, where = None, b""
-        if not view.region:
-            with contextlib.suppress(OSError, RuntimeError):
-                store, where = _serve_store(self._host)
-        at_first = torch.zeros(_WHERE_BYTES, dtype=torch.uint8, device=HOST)
-        at_first[: len(where)] = torch.frombuffer(bytearray(where or b"\0"), dtype=torch.uint8)[: len(where)]
-        host, _, port = bytes(view.swap(at_first, "the store of a process group")[0].tolist()).rpartition(
-            b":"
-        )
+        own, where = offer_store(self._host, not view.region)
+        [told, *_] = view.swap(where, "the store of a process group")
         try:
-            if store is None:
-                store = dist.TCPStore(
-                    host.decode(), int(port.rstrip(b"\0")), timeout=_MAKE, wait_for_workers=False
-                )
+            store = own or reach_store(told)
             named = dist.PrefixStore(f"hf_cocodc/{agreed.number}", store)
             group = _GROUPS[agreed.kind](named, view, self._host, self._device, self._timeout_s)
         except (OSError, RuntimeError, ValueError) as error:
@@ -314,14 +303,24 @@ class Payloads:
         return group
 
 
-def _serve_store(host: str) -> tuple[dist.TCPStore, bytes]:
-    """A store that listens on this address, and where the others find it."""
-    with listen_at(host, 0) as listening:
-        port = listening.getsockname()[1]
-        store = dist.TCPStore(
-            host, port, None, True, _MAKE, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-    return store, f"{host}:{port}".encode()
+def offer_store(host: str, serves: bool) -> tuple[dist.TCPStore | None, Tensor]:
+    """A store that listens at this address, and where, to be told to the others; neither if it `serves` not, or cannot."""
+    store, where = None, b""
+    if serves:
+        with contextlib.suppress(OSError, RuntimeError), listen_at(host, 0) as listening:
+            port = listening.getsockname()[1]
+            fd = listening.detach()
+            store = dist.TCPStore(host, port, None, True, _MAKE, wait_for_workers=False, master_listen_fd=fd)
+            where = f"{host}:{port}".encode()
+    told = torch.zeros(_WHERE_BYTES, dtype=torch.uint8, device=HOST)
+    told[: len(where)] = torch.tensor(list(where), dtype=torch.uint8, device=HOST)
+    return store, told
+
+
+def reach_store(told: Tensor) -> dist.TCPStore:
+    """The store that another region has told of. Raises RuntimeError and ValueError if there is none."""
+    host, _, port = bytes(told.tolist()).rstrip(b"\0").decode().rpartition(":")
+    return dist.TCPStore(host, int(port), timeout=_MAKE, wait_for_workers=False)
 
 
 class Group:

@@ -37,9 +37,10 @@ from ..coordinator.messages import (
 )
 from ..coordinator.rules import end_in_words
 from ..errors import CocodcError, DonorLost, LeftBehind, LinkError, RunOver
+from ..link.backends import why_tcp
 from ..link.base import Link
 from ..link.log import Marker
-from ..link.process_group import SEALED, Payloads
+from ..link.process_group import Payloads
 from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.addresses import Unreachable, own_address
@@ -259,17 +260,13 @@ class RegionContext:
             num_lanes=self.num_lanes,
             is_one_voice=self.is_one_voice,
             payloads=Payloads(
-                self.regions.link, self.device, self.host, self.regions.timeout_s, self._keeps_from_a_group
+                self.regions.link,
+                self.device,
+                self.host,
+                self.regions.timeout_s,
+                why_tcp(self.regions, self.keys is not None),
             ),
         )
-
-    @property
-    def _keeps_from_a_group(self) -> str:
-        """Which setting keeps link "auto" from a process group: one of `process_group.REASONS`."""
-        if self.keys is not None:
-            return SEALED
-        set_here = [*self.regions.of_tcp, *(["announce"] if self.regions.announced else [])]
-        return f"regions.{set_here[0]} is set" if set_here else ""
 
 
 class Approach:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ...link.backends import SHORT_S, why_tcp
+from ...link.backends import why_tcp
+from ...link.process_group import SHORT_S
 from ...net.addresses import is_loopback
 from ...net.pacing import NOT_KEPT
 from ...settings import RegionConfig

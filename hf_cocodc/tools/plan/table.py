@@ -190,7 +190,7 @@ def _link_in_words(subject: Subject) -> list[str]:
     if not subject.is_group:
         limit = f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}"
         return [f"link: tcp ({subject.why}).", limit]
-    encrypted = "" if subject.why == "regions.link" else " With a secret it would be tcp."
+    encrypted = " With a secret it would be tcp." if subject.recipe.regions.link == "auto" else ""
     return [
         f"link: {subject.carrier} ({subject.why}), forecast as one connection to each other region that fills the given rate. It "
         f"does not encrypt, and follows neither regions.connections nor regions.rate_limit: set neither.{encrypted}"

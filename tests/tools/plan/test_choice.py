@@ -120,9 +120,9 @@ def near(*overrides: str) -> Subject:
 @pytest.mark.parametrize(
     ("overrides", "link", "why"),
     [
-        ((), "gloo", "link: gloo (round trips below 2 ms), forecast as one connection"),
-        (("regions.link=nccl",), "nccl", "link: nccl (regions.link), forecast as one connection"),
-        (("regions.link=tcp",), "tcp", "link: tcp (regions.link)."),
+        ((), "gloo", "link: gloo (round trips take 0.2 ms), forecast as one connection"),
+        (("regions.link=nccl",), "nccl", "link: nccl (regions.link=nccl), forecast as one connection"),
+        (("regions.link=tcp",), "tcp", "link: tcp (regions.link=tcp)."),
         (("regions.rate_limit=9000",), "tcp", "link: tcp (regions.rate_limit is set)."),
         (("regions.secret_file=mine",), "tcp", "link: tcp (a secret is set, and a process group does not encrypt)."),
     ],
@@ -153,7 +153,7 @@ def test_the_link_of_a_cluster_is_planned_as_it_is(
 def test_a_link_over_a_distance_is_tcp_whoever_plans() -> None:
     assert (subject(60).carrier, subject(60).why) == (
         "tcp",
-        "a round trip of 50 ms, and gloo is for those below 2 ms",
+        "round trips take 50 ms, and those of a cluster less than 2 ms",
     )
     assert subject(60, "regions.link=gloo").carrier == "gloo"
 
