@@ -81,6 +81,12 @@ def _add_link(benches: Any) -> None:
         "--codec", default="fp32", help=f"codec of the transfer: {', '.join(CODECS)} (default: fp32)"
     )
     link.add_argument(
+        "--link",
+        default="tcp",
+        help="what carries the payloads, like regions.link: tcp, or gloo, which is measured in turn with tcp and beside gloo's "
+        "own all-reduce (default: tcp)",
+    )
+    link.add_argument(
         "--connections",
         default="auto",
         help="TCP connections to each other region; auto chooses the number from the round trip (default: auto)",
@@ -199,9 +205,11 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         repeat=options.repeat,
         rate_limit=options.rate_limit,
         encrypt=options.encrypt if ends.coordinator is None else keys is not None,
+        link=options.link,
     )
     here = options.regions if ends.coordinator is None else 1
-    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
+    num_bytes = _LINK_BYTES if trial.link == "tcp" else 2 * _LINK_BYTES
+    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * num_bytes)
     if ends.coordinator is not None and ends.region is not None:
         measured = link.take_part(
             trial, ends.coordinator, ends.region, options.regions, ends.interface, ends.run, keys
@@ -213,3 +221,5 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     yield link.report(
         trial, measured, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6
     )
+    if trial.link != "tcp":
+        yield link.side_by_side(trial, measured, setting)

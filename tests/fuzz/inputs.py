@@ -328,6 +328,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **dict.fromkeys(("--megabytes", "--regions", "--region", "--rate-mbit", "--rate-limit"), NUMBERS),
         **dict.fromkeys(("--codec", "--interface", "--run"), NAMES),
         **{"--connections": [*NUMBERS, "auto"], "--coordinator": ADDRESSES, "--secret-file": FILES},
+        "--link": [*NAMES, "tcp", "gloo"],
     },
 }
 

@@ -6,19 +6,23 @@ import platform
 import statistics
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ...coordinator.client import Client
 from ...coordinator.messages import Hello, Terms
 from ...coordinator.server import serve_in_thread
-from ...errors import InputError, LinkError, nearest, shown
-from ...link.base import MeanRequest
+from ...errors import InputError, LinkError, nearest, short, shown
+from ...link.backends import refuse_backend
+from ...link.base import Arrival, MeanRequest
+from ...link.process_group import Payloads, offer_store, reach_store
 from ...link.records import Trailer
 from ...link.tcp import TcpLink
 from ...net.addresses import own_address
@@ -33,8 +37,10 @@ from .codec import KNOWN
 from .report import BenchReport, Row
 from .workers import run, serve, start_here
 
+T = TypeVar("T")
 TIMEOUT_S = 120.0
 ROUND_TRIPS = 5
+LINKS = ("tcp", "gloo")
 RUN = "bench link"
 """Name of a measurement at a coordinator, if none is given."""
 
@@ -47,7 +53,8 @@ class Trial:
         megabytes: size of the flat fp32 tensor whose mean the regions compute, in 10^6 bytes.
         connections: TCP connections to each other region; None chooses by the round trip.
         rate_limit: the most Mbit/s that a region sends; None for no limit.
-        encrypt: whether the regions share a secret, and so encrypt what they send.
+        encrypt: whether the regions share a secret, and so encrypt what they send (not over gloo).
+        link: what carries payloads: tcp, or gloo, which is measured beside tcp and beside gloo's own all-reduce.
     """
 
     megabytes: float = 64.0
@@ -56,6 +63,7 @@ class Trial:
     repeat: int = 5
     rate_limit: float | None = None
     encrypt: bool = False
+    link: str = "tcp"
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.megabytes < math.inf:
@@ -64,6 +72,14 @@ class Trial:
             raise InputError(f"--codec {shown(self.codec)} is not known.{nearest(self.codec, list(KNOWN))}")
         if self.repeat < 1:
             raise InputError(f"--repeat {self.repeat} must be at least 1.")
+        if self.link not in LINKS:
+            raise InputError(f"--link {shown(self.link)} is not known.{nearest(self.link, LINKS)}")
+        for flag, value in (("--connections", self.connections), ("--rate-limit", self.rate_limit)):
+            if self.link != "tcp" and value is not None:
+                raise InputError(
+                    f"--link {self.link} with {flag} {value:g}: only tcp follows this option. Remove one of the two."
+                )
+        refuse_backend(self.link)
 
     def fragment(self) -> Fragment:
         """The tensor as a fragment: a matrix, because some codecs need one."""
@@ -85,6 +101,7 @@ class Figures:
         bytes_sent: payload bytes that region 0 sent for one mean, to all other regions together.
         seconds: the time of each mean, in order, in the slowest region.
         round_trip_s: seconds to send a small message to all other regions and receive theirs, in the slowest region.
+        over_tcp, all_reduce: what was measured in turn with `seconds`: the same means over tcp, and gloo's own all-reduce.
     """
 
     regions: int
@@ -92,6 +109,8 @@ class Figures:
     bytes_sent: int
     seconds: list[float]
     round_trip_s: float
+    over_tcp: list[float] = field(default_factory=list)
+    all_reduce: list[float] = field(default_factory=list)
 
 
 class Took(NamedTuple):
@@ -132,19 +151,47 @@ def take_part(
         HandshakeError: another region has a different `trial`.
         LinkError: the coordinator or a region failed, or did not answer in time.
     """
-    host = own_address(coordinator, interface)
-    link = _link(trial, Client(coordinator, run or RUN, keys), region, regions, host, keys)
+    host, run = own_address(coordinator, interface), run or RUN
+    with ExitStack() as opened:
+
+        def meet(carrier: str, run: str) -> TcpLink:
+            client = Client(coordinator, run, keys)
+            return opened.enter_context(_closed(_link(trial, carrier, client, region, regions, host, keys)))
+
+        link = meet(trial.link, run)
+        if trial.link == "tcp":
+            return _measure(link, trial)
+        return _measure(link, trial, (meet("tcp", f"{run}, tcp"), _gloo(link, host)))
+
+
+@contextmanager
+def _closed(link: TcpLink) -> Iterator[TcpLink]:
+    """Inside the block, the link; behind it, it is closed."""
     try:
-        figures = _measure(link, trial)
+        yield link
     except BaseException as error:
         link.close(f"{type(error).__name__}: {error}")
         raise
     link.close()
-    return figures
 
 
-def _link(trial: Trial, client: Client, region: int, regions: int, host: str, keys: Keys | None) -> TcpLink:
-    """Meet the other regions, and connect to them."""
+def _gloo(link: TcpLink, host: str) -> Any:
+    """A gloo group of the regions that has nothing of ours. Raises LinkError if it cannot be made."""
+    own, where = offer_store(host, not link.region)
+    link.broadcast(where, "the store of gloo", 0)
+    try:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        return dist.ProcessGroupGloo(own or reach_store(where), link.region, link.num_regions, options)
+    except (RuntimeError, ValueError) as error:
+        raise LinkError(f"no group for gloo's all-reduce could be made: {short(error, 300)}.") from error
+
+
+def _link(
+    trial: Trial, carrier: str, client: Client, region: int, regions: int, host: str, keys: Keys | None
+) -> TcpLink:
+    """Meet the other regions, and connect to them. `carrier`: of payloads."""
     rate = None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8
     wire = Wire(
         region,
@@ -170,10 +217,12 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
         client.close()
         wire.close()
         raise
-    return TcpLink(client, hello.terms, wire, timeout_s=TIMEOUT_S)
+    payloads = Payloads(carrier, HOST, host, TIMEOUT_S)
+    return TcpLink(client, hello.terms, wire, timeout_s=TIMEOUT_S, payloads=payloads)
 
 
-def _measure(link: TcpLink, trial: Trial) -> Figures:
+def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = None) -> Figures:
+    """Measure means over a link; `beside`: in turn with the same ones over tcp, and the all-reduce of a gloo group."""
     fragment, codec = trial.fragment(), trial.make_codec()
     state = codec.init(fragment)
     outer_grad = torch.randn(
@@ -187,28 +236,50 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
         round_trips.append(time.perf_counter() - start)
     records = link.gather(Took(statistics.median(round_trips)), "the round trips")
     round_trip_s = max(each.seconds for each in records)
-    seconds, bytes_sent = [], 0
-    for number in range(1, trial.repeat + 1):
-        what = f"transfer {number} of {trial.repeat}"
+
+    def timed(call: Callable[[], T], what: str) -> tuple[float, T]:
+        """The time of a call in the slowest region."""
         link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
+        found = call()
+        took = Took(time.perf_counter() - start)
+        return max(each.seconds for each in link.gather(took, what)), found
+
+    def mean(over: TcpLink, what: str) -> tuple[float, Arrival]:
         converse = partial(codec.converse, outer_grad, fragment, state)
-        arrival = link.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait()
-        took = time.perf_counter() - start
+        return timed(lambda: over.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait(), what)
+
+    seconds: list[float] = []
+    over_tcp: list[float] = []
+    all_reduce: list[float] = []
+    bytes_sent = 0
+    for number in range(1, trial.repeat + 1):
+        what = f"transfer {number} of {trial.repeat}"
+        took, arrival = mean(link, what)
+        seconds.append(took)
+        digests = [digest(arrival.result.mean)]
+        if beside is not None:
+            tcp, gloo = beside
+            took, same = mean(tcp, f"{what} over tcp")
+            over_tcp.append(took)
+            digests.append(digest(same.result.mean))
+            values = [outer_grad.clone()]
+            all_reduce.append(timed(lambda: gloo.allreduce(values).wait(), f"all-reduce {number}")[0])  # noqa: B023
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
-        records = link.gather(Took(took, digest(arrival.result.mean)), what)
-        if len({each.digest for each in records}) > 1:
+        records = link.gather(Took(0.0, digests[0]), what)
+        if len({*digests, *(each.digest for each in records)}) > 1:
             raise LinkError(
-                f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
-                f"{trial.codec!r} or in the link; please report it."
+                f"{what} gave different means in different regions, or over different links, so its time is meaningless. This is "
+                f"a bug in the codec {trial.codec!r} or in the link; please report it."
             )
-        seconds.append(max(each.seconds for each in records))
     return Figures(
         regions=link.num_regions,
         connections=link.view.connections,
         bytes_sent=bytes_sent,
         seconds=seconds,
         round_trip_s=round_trip_s,
+        over_tcp=over_tcp,
+        all_reduce=all_reduce,
     )
 
 
@@ -248,11 +319,34 @@ def report(trial: Trial, results: Figures, setting: Row, rate: float | None = No
         "regions": results.regions,
         "megabytes": trial.megabytes,
         "codec": trial.codec,
-        "connections": results.connections,
+        "link": trial.link,
+        "connections": results.connections if trial.link == "tcp" else 1,
         "rate_limit": trial.rate_limit,
         **setting,
     }
     return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": results.seconds})
+
+
+def side_by_side(trial: Trial, results: Figures, setting: Row) -> BenchReport:
+    """The same means over tcp and over gloo, beside gloo's own all-reduce of the same fp32 values, all measured in turn."""
+    samples = {
+        "mean over tcp": results.over_tcp,
+        f"mean over {trial.link}": results.seconds,
+        "gloo's all-reduce": results.all_reduce,
+    }
+    warm = {name: statistics.median(each[1:] or each) for name, each in samples.items()}
+    last = warm["gloo's all-reduce"]
+    rows = [{"what": name, "seconds": took, "ratio": took / last} for name, took in warm.items()]
+    notes = [
+        f"seconds: the median of {len(results.seconds[1:] or results.seconds)}, in the slowest region, measured in turn. ratio: "
+        "beside the all-reduce.",
+        "A mean is encoded, sent, decoded, averaged and checked; the means of both links were equal, bit for bit.",
+    ]
+    if trial.encrypt:
+        notes.append("tcp encrypts, gloo does not.")
+    setting = {"regions": results.regions, "megabytes": trial.megabytes, "codec": trial.codec, **setting}
+    samples = {f"{name}, s": each for name, each in samples.items()}
+    return BenchReport("one mean over each link", setting, rows, notes, samples=samples)
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:

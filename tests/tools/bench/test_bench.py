@@ -24,6 +24,7 @@ from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.bench import link, workers
 from hf_cocodc.tools.bench.report import BenchReport, read, write
+from hf_cocodc.tools.plan.written import link_of
 from tests.benchmarks import gpu, interpreter
 from tests.benchmarks.emulation import privileges
 from tests.processes.launching import ROOT
@@ -88,6 +89,15 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
     ("words", "said"),
     [
         (["link", "--codec", "fp23"], "--codec 'fp23' is not known. Did you mean 'fp32'?"),
+        (["link", "--link", "glo"], "--link 'glo' is not known. Did you mean 'gloo'?"),
+        (
+            ["link", "--link", "gloo", "--connections", "4"],
+            "--link gloo with --connections 4: only tcp follows",
+        ),
+        (
+            ["link", "--link", "gloo", "--rate-limit", "9.5"],
+            "--link gloo with --rate-limit 9.5: only tcp follows",
+        ),
         (["link", "--connections", "many"], "--connections many must lie in 1 .. 64, or be auto."),
         (["link", "--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
         (["link", "--regions", "1"], "--regions 1 must lie in 2 .. 100."),
@@ -274,6 +284,40 @@ def test_the_ends_of_a_real_link_find_each_other() -> None:
                 end.result()
     served.close()
     sealed.close()
+
+
+def test_gloo_is_measured_in_turn_with_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with its own all-reduce, by every end of the link. The planner reads the rate of gloo from the same file."""
+    served = serve_in_thread()
+
+    def here(trial: link.Trial, regions: int) -> link.Figures:
+        with ThreadPoolExecutor(regions) as pool:
+            ends = [
+                pool.submit(link.take_part, trial, served.address, region, regions)
+                for region in range(regions)
+            ]
+            one, *others = [end.result() for end in ends]
+        assert all((each.seconds, each.all_reduce) == (one.seconds, one.all_reduce) for each in others)
+        return one
+
+    monkeypatch.setattr(link, "measure_here", here)
+    file = tmp_path / "link.json"
+    words = ["bench", "link", "--link", "gloo", "--megabytes", "0.1", "--repeat", "3", "--regions", "3"]
+    assert main([*words, "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "one mean over a link: regions=3, megabytes=0.1, codec=fp32, link=gloo, connections=1" in said
+    own, beside = read(file)
+    names = ["mean over tcp", "mean over gloo", "gloo's all-reduce"]
+    assert [row["what"] for row in beside["rows"]] == names
+    assert [name.removesuffix(", s") for name in beside["samples"]] == names
+    assert all(len(each) == 3 and min(each) > 0 for each in beside["samples"].values())
+    assert beside["samples"]["mean over gloo, s"] == own["samples"]["seconds"]
+    tcp, gloo, all_reduce = (row["seconds"] for row in beside["rows"])
+    assert [row["ratio"] for row in beside["rows"]] == [tcp / all_reduce, gloo / all_reduce, 1.0]
+    assert link_of(file)["rtt_ms"] == own["rows"][0]["RTT ms"]
+    served.close()
 
 
 def test_a_process_that_fails_is_named_with_its_last_words() -> None:
