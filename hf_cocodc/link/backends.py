@@ -26,11 +26,11 @@ def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str
     return choose(regions.link, [0], [Said(REASONS.index(why), rtt_s, 0, 0)])
 
 
-def refuse_backend(link: str, use_cpu: bool = False, regions_here: int = 1) -> None:
+def refuse_backend(link: str, device: str = "cuda", regions_here: int = 1) -> None:
     """Check that processes of this machine can have the link that `regions.link` names. Does not start CUDA.
 
     Args:
-        use_cpu: whether models stay on the CPU, although there may be a GPU.
+        device: the kind of device that the model is on.
         regions_here: number of regions on this machine.
 
     Raises InputError if they cannot.
@@ -43,8 +43,8 @@ def refuse_backend(link: str, use_cpu: bool = False, regions_here: int = 1) -> N
     if link != "nccl":
         return
     devices = torch.cuda.device_count()
-    if use_cpu:
-        why = "training.use_cpu=true keeps the model on the CPU"
+    if device != "cuda":
+        why = f"this model is on the device {device!r}"
     elif not devices:
         why = f"{version} finds none on this machine"
     elif not dist.is_nccl_available():

@@ -28,6 +28,7 @@ from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, 
 from ..coordinator.messages import PROTOCOL, Stop, Welcome, host_of
 from ..coordinator.secret import secret_of
 from ..errors import InputError, RunFinished, nearest, spare_traceback
+from ..link.backends import refuse_backend
 from ..link.base import Link
 from ..link.group import RegionGroup
 from ..link.lanes import LaneLink
@@ -228,6 +229,7 @@ def connect(
         )
     keys = secret_of(regions)
     congestion_of(regions.congestion)  # refused before anybody waits
+    refuse_backend(regions.link, accelerator.device.type)
     name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
     frozen: list[str] | None = None

@@ -62,7 +62,7 @@ def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp") -> int |
     what they will use to reach others. Returns the number of parameters that are trained; None if only a region finds the model.
     """
     check(recipe)
-    refuse_backend(link, bool(recipe.training.get("use_cpu")), regions_here)
+    refuse_backend(link, "cpu" if recipe.training.get("use_cpu") else "cuda", regions_here)
     with _quietly():
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)

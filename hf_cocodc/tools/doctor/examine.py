@@ -198,7 +198,7 @@ def _link(
     """What would carry the payloads of means."""
     regions, use_cpu = patient.recipe.regions, bool(patient.recipe.training.get("use_cpu"))
     try:
-        refuse_backend(regions.link, use_cpu, patient.regions_here)
+        refuse_backend(regions.link, "cpu" if use_cpu else "cuda", patient.regions_here)
     except InputError as error:
         return Finding("link", WRONG, str(error), way.TCP)
     host = None if network is None else network.address
