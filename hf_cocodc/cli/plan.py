@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 CONGESTIONS = ("cubic", "reno", "bbr")
-_BOUNDS = {"rtt_ms": (0, 60_000), "rate_mbit": (0.01, 1_000_000)}
+_BOUNDS = {"rtt_ms": (0, 60_000), "network_rtt_ms": (0, 60_000), "rate_mbit": (0.01, 1_000_000)}
 
 
 def register(subparsers: Any) -> None:
@@ -132,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
-    subject = Subject(recipe, model, link, step_s, regions, machine)
+    network_rtt_ms = figures["network_rtt_ms"] if options.rtt_ms is None else options.rtt_ms
+    subject = Subject(recipe, model, link, step_s, regions, machine, network_rtt_ms / 1e3)
     tried = [(config, choice.choose(subject, config, options.target)) for config in _counted(configs)]
     forecasts = [each for _, each in tried if each is not None]
     failing = [f"{config.method} {codecs_of([config])[0]}" for config, each in tried if each is None]

@@ -158,7 +158,13 @@ def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert found["rtt_ms"] == pytest.approx(50)
         assert found["rate_mbit"] == pytest.approx(8 / 0.4 * MTU / MSS)
     assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 0
-    assert "rtt_ms=50" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rtt_ms=50" in said and "link=tcp" in said
+    near = figures([0.95])
+    near.setting["network_rtt_ms"] = 0.2  # the rest is what the processes of bench link took
+    write(path, [near])
+    assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 0
+    assert "link: gloo (round trips take 0.2 ms)" in capsys.readouterr().out
     for took, said in ((-1.0, "rate_mbit -"), (math.nan, "rate_mbit nan"), (1e9, "rate_mbit")):
         write(path, [figures([took])])
         assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 2

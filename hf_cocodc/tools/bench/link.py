@@ -101,6 +101,7 @@ class Figures:
         bytes_sent: payload bytes that region 0 sent for one mean, to all other regions together.
         seconds: the time of each mean, in order, in the slowest region.
         round_trip_s: seconds to send a small message to all other regions and receive theirs, in the slowest region.
+        network_rtt_s: the same without what the processes take, as regions measure it to choose their link.
         over_tcp, all_reduce: what was measured in turn with `seconds`: the same means over tcp, and gloo's own all-reduce.
     """
 
@@ -109,6 +110,7 @@ class Figures:
     bytes_sent: int
     seconds: list[float]
     round_trip_s: float
+    network_rtt_s: float | None = None
     over_tcp: list[float] = field(default_factory=list)
     all_reduce: list[float] = field(default_factory=list)
 
@@ -236,6 +238,8 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
         round_trips.append(time.perf_counter() - start)
     records = link.gather(Took(statistics.median(round_trips)), "the round trips")
     round_trip_s = max(each.seconds for each in records)
+    records = link.gather(Took(link.view.network_rtt_s), "the round trips of the network")
+    network_rtt_s = max(each.seconds for each in records)
 
     def timed(call: Callable[[], T], what: str) -> tuple[float, T]:
         """The time of a call in the slowest region."""
@@ -278,6 +282,7 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
         bytes_sent=bytes_sent,
         seconds=seconds,
         round_trip_s=round_trip_s,
+        network_rtt_s=network_rtt_s,
         over_tcp=over_tcp,
         all_reduce=all_reduce,
     )
@@ -322,6 +327,7 @@ def report(trial: Trial, results: Figures, setting: Row, rate: float | None = No
         "link": trial.link,
         "connections": results.connections if trial.link == "tcp" else 1,
         "rate_limit": trial.rate_limit,
+        "network_rtt_ms": None if results.network_rtt_s is None else 1e3 * results.network_rtt_s,
         **setting,
     }
     return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": results.seconds})

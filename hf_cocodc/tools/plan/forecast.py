@@ -53,6 +53,8 @@ class Forecast:
 class Subject:
     """What is planned: forecasts of a model on a link, with any method; an inner step takes `step_s` seconds.
 
+    `network_rtt_s`: the link's round trip without what processes take; by default all of it.
+
     Attributes:
         carrier: what carries payloads: tcp, gloo or nccl; `why` says why.
         connections: TCP connections to each other region; a process group has one.
@@ -61,7 +63,14 @@ class Subject:
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, link: LinkFigures, step_s: float, regions: int, speeds: Speeds
+        self,
+        recipe: Recipe,
+        model: Any,
+        link: LinkFigures,
+        step_s: float,
+        regions: int,
+        speeds: Speeds,
+        network_rtt_s: float | None = None,
     ) -> None:
         self.recipe, self.model, self.link = recipe, model, link
         self.step_s, self.regions, self.speeds = step_s, regions, speeds
@@ -71,7 +80,9 @@ class Subject:
         self.num_blocks = max(len(find_blocks(model)), 1)
         regions_config = recipe.regions
         has_secret = regions_config.secret_file is not None or ENV_SECRET in os.environ
-        self.carrier, self.why = expected(regions_config, has_secret, link.rtt_s)
+        self.carrier, self.why = expected(
+            regions_config, has_secret, link.rtt_s if network_rtt_s is None else network_rtt_s
+        )
         given, asked = regions_config.rate_limit, regions_config.connections
         wanted = LIMIT * link.rate / 8
         if self.is_group:

@@ -62,7 +62,8 @@ def _without_plan(head: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def link_of(path: Path) -> dict[str, float]:
-    """What a file of `bench link --json` says about the link: `rtt_ms`, and `rate_mbit` of a region to all others together.
+    """What a file of `bench link --json` says about the link: `rtt_ms`, that of the network alone as `network_rtt_ms`, and
+    `rate_mbit` of a region to all others together.
 
     The rate is that of the fastest transfer without its round trip, with headers. Raises InputError if the file cannot be
     read, or holds no such measurement.
@@ -72,6 +73,8 @@ def link_of(path: Path) -> dict[str, float]:
         fastest = min(report["rows"], key=lambda row: row["seconds"])
         rtt_s = float(fastest["RTT ms"]) / 1e3
         rest_s = max(float(fastest["seconds"]) - rtt_s, float(fastest["seconds"]) / 10)
+        network_ms = report["setting"].get("network_rtt_ms")
+        network_s = rtt_s if network_ms is None else float(network_ms) / 1e3
         rate = float(fastest["MB sent"]) * 8 / rest_s * MTU / MSS
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--link {short(path)} cannot be read: {error}.") from error
@@ -79,4 +82,4 @@ def link_of(path: Path) -> dict[str, float]:
         raise InputError(
             f"--link {short(path)} holds no measurement of a link. Make it with: hf-cocodc bench link --json {short(path)}."
         ) from error
-    return {"rtt_ms": 1e3 * rtt_s, "rate_mbit": rate}
+    return {"rtt_ms": 1e3 * rtt_s, "network_rtt_ms": 1e3 * network_s, "rate_mbit": rate}

@@ -316,7 +316,9 @@ def test_gloo_is_measured_in_turn_with_tcp(
     assert beside["samples"]["mean over gloo, s"] == own["samples"]["seconds"]
     tcp, gloo, all_reduce = (row["seconds"] for row in beside["rows"])
     assert [row["ratio"] for row in beside["rows"]] == [tcp / all_reduce, gloo / all_reduce, 1.0]
-    assert link_of(file)["rtt_ms"] == own["rows"][0]["RTT ms"]
+    found = link_of(file)
+    assert found["rtt_ms"] == own["rows"][0]["RTT ms"]
+    assert 0 < found["network_rtt_ms"] == pytest.approx(own["setting"]["network_rtt_ms"])
     served.close()
 
 
