@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...coordinator.client import Client
 from ...coordinator.messages import Hello, Terms
@@ -249,6 +250,12 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
         took = Took(time.perf_counter() - start)
         return max(each.seconds for each in link.gather(took, what)), found
 
+    def reduce(group: Any, values: Tensor) -> None:
+        try:
+            group.allreduce([values]).wait()
+        except RuntimeError as error:
+            raise LinkError(f"gloo's all-reduce has failed: {short(error, 300)}.") from error
+
     def mean(over: TcpLink, what: str) -> tuple[float, Arrival]:
         converse = partial(codec.converse, outer_grad, fragment, state)
         return timed(lambda: over.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait(), what)
@@ -267,8 +274,7 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
             took, same = mean(tcp, f"{what} over tcp")
             over_tcp.append(took)
             digests.append(digest(same.result.mean))
-            values = [outer_grad.clone()]
-            all_reduce.append(timed(lambda: gloo.allreduce(values).wait(), f"all-reduce {number}")[0])  # noqa: B023
+            all_reduce.append(timed(partial(reduce, gloo, outer_grad.clone()), f"all-reduce {number}")[0])
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
         records = link.gather(Took(0.0, digests[0]), what)
         if len({*digests, *(each.digest for each in records)}) > 1:
