@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from accelerate.utils import parse_flag_from_env
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
 from ..errors import InputError, shown
-from ..net.addresses import named, own_address
+from ..net.addresses import is_loopback, named, own_address, resolve
 from ..settings import (
     ENV_COORDINATOR,
     ENV_LAUNCH,
@@ -161,6 +162,12 @@ def _split(num_regions: int | None, said: str) -> int:
     is_one_machine = int(env["WORLD_SIZE"]) == int(env["LOCAL_WORLD_SIZE"])
     store = _launcher_store(host, port, rank)
     key = f"{_KEY}/{env.setdefault(_RESTART, '0')}"
+    if not is_one_machine:
+        # many a machine knows its own name as a loopback address; the last one says how the others know the first
+        if rank == int(env["WORLD_SIZE"]) - 1:
+            store.set(f"{key}/host", resolve(named(host, port), socket.SOCK_STREAM)[0][4][0])
+        if rank == int(env["LOCAL_RANK"]) and is_loopback(host):
+            host = store.get(f"{key}/host").decode()
     if rank == 0:
         if num_regions is None and place.num_regions == 1:
             logger.warning(

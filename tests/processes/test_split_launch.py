@@ -55,6 +55,8 @@ def test_each_region_is_a_world_and_the_launch_has_a_name(
         for rank in range(4):
             env = rank_env(master, rank, 4) | {"LOCAL_RANK": str(rank % local)}
             env |= {"LOCAL_WORLD_SIZE": str(local), ENV_SPLIT: wish}
+            if rank >= local:  # other machines have another address for the first one
+                env |= {"MASTER_ADDR": "127.0.0.2"}
             ranks.append(fork(meet_in_region, str(folder), log=log, **env))
     for each in ranks:
         each.join(TIMEOUT_S)
@@ -65,6 +67,7 @@ def test_each_region_is_a_world_and_the_launch_has_a_name(
         assert [each["total"] for each in found] == totals
         assert {each["WORLD_SIZE"] for each in found} == {str(regions.count("0"))}
         assert len({(each[ENV_LAUNCH], each[ENV_COORDINATOR]) for each in found}) == 1
+        assert found[0][ENV_COORDINATOR].startswith("127.0.0.1:" if local == 4 else "127.0.0.2:")
     assert told[0][0][ENV_LAUNCH] != told[1][0][ENV_LAUNCH]
 
 
