@@ -17,6 +17,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 from hf_cocodc import settings
 from hf_cocodc.cli import coordinator, train
@@ -190,6 +191,39 @@ def test_the_slurm_job_of_the_coordinator(tmp_path: Path) -> None:
     check_coordinator(words, 29650)
 
 
+@pytest.mark.parametrize(("gpus", "processes"), [("8", 32), (None, 4)])
+def test_the_slurm_job_of_all_regions(gpus: str | None, processes: int, tmp_path: Path) -> None:
+    """One launcher on each node: all know the first node, a port and their own number, and each node becomes a region."""
+    for name, body in {
+        "scontrol": 'printf "node%s\\n" 7 8 9 10',
+        "srun": 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1 2 3; do export SLURM_NODEID; "$@"; done',
+        "accelerate": 'printf "%s\\0" "$HF_COCODC_SPLIT" "$@" >"called-$SLURM_NODEID"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node[7-10]", "SLURM_NNODES": "4"}
+    env |= {} if gpus is None else {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CPUS_PER_TASK": "64"}
+    words = [
+        "bash",
+        str(LAUNCH / "slurm" / "machines.sbatch"),
+        "--mixed_precision",
+        "bf16",
+        "a b.py",
+        "--lr",
+        "1",
+    ]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(words, cwd=tmp_path, env={**environment(), **env, "PATH": path}, check=True, timeout=60)
+    for node in range(4):
+        split, *called = (tmp_path / f"called-{node}").read_text().split("\0")[:-1]
+        found = launch_command_parser().parse_args(called[1:])
+        assert (called[0], split) == ("launch", "machines")
+        assert (found.num_machines, found.machine_rank, found.num_processes) == (4, node, processes)
+        assert (found.main_process_ip, found.main_process_port) == ("node7", 10007)
+        assert (found.multi_gpu, found.mixed_precision) == (True, "bf16")
+        assert [found.training_script, *found.training_script_args] == ["a b.py", "--lr", "1"]
+
+
 @pytest.mark.parametrize("name", ["coordinator", "region"])
 def test_a_manifest_is_what_kubernetes_takes(name: str, tmp_path: Path) -> None:
     """By its own schemas, without a field that it does not know; and our commands are what they were."""
@@ -300,7 +334,7 @@ def test_the_guides_lines_are_ours() -> None:
     assert files == {
         f"recipes/launch/{path.relative_to(LAUNCH).as_posix()}"
         for path in LAUNCH.rglob("*")
-        if path.suffix in (".sbatch", ".yaml")
+        if path.suffix in (".sbatch", ".yaml", ".py")
     }
     assert all((LAUNCH.parents[1] / name).is_file() for name in files)
     assert set(re.findall(r"`regions\.(\w+)", text)) <= set(RegionConfig.__dataclass_fields__)
