@@ -35,7 +35,7 @@ class Transfer:
     """An outer gradient on its way: one object from the send to the landing.
 
     Attributes:
-        snapshot: local params at the send, flat.
+        snapshot: local params at the send, flat; None if it lands in the same step: they still are the local params then.
         global_params: global params at the send, flat; shared with the fragment and with other transfers.
         lr_sum: sum of inner learning rates up to the send.
         outer_grad: this region's outer gradient, flat; zero if it does not count.
@@ -51,7 +51,7 @@ class Transfer:
     """
 
     sent_at: int
-    snapshot: Tensor
+    snapshot: Tensor | None
     global_params: Tensor
     lr_sum: float
     outer_grad: Tensor | None = None
@@ -143,27 +143,40 @@ class FragmentState:
         """
         last = self.in_flight[-1] if self.in_flight else None
         has_gone_on = last and last.is_own and last.global_params is self.global_params
-        return last.snapshot if last and has_gone_on else self.global_params
+        if not (last and has_gone_on):
+            return self.global_params
+        assert last.snapshot is not None, "what is in flight when a step ends has one"
+        return last.snapshot
+
+    def keep_snapshots(self) -> None:
+        """Take the snapshots of transfers that were to land at once, and have not: training may go on."""
+        for transfer in self.in_flight:
+            if transfer.snapshot is None:
+                transfer.snapshot = self.gather()
 
     def measure_own_steps(self, transfer: Transfer) -> None:
         """Let this region's own steps be measured from the snapshot of a transfer without it (`merges.follow`)."""
+        assert transfer.snapshot is not None, "a region keeps it that has no part in the transfer"
         # that is the last send with own steps, else the global params, rounded as the model stores its params
-        sent = [other.snapshot for other in self.in_flight if other.is_own]
+        sent = [other.snapshot for other in self.in_flight if other.is_own and other.snapshot is not None]
         base = sent[-1] if sent else self.global_params
         pairs = zip(*map(self.local.split, (base, transfer.snapshot)), strict=True)
         for index, (part, into) in enumerate(pairs):
             into.copy_(self.local.rounded(index, self.home.visit(part)), non_blocking=True)
 
-    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A snapshot of the local params, the outer gradient (base - snapshot), and its sum of squares (fp64, on the device)."""
+    def prepare(self, base: Tensor, keep: bool = False) -> tuple[Tensor | None, Tensor, Tensor]:
+        """A snapshot of the local params if it is to `keep` one, the outer gradient (base - local params), and its sum of squares
+        (fp64, on the device).
+        """
         home, numel = self.home, self.fragment.numel
-        snapshot, outer_grad = home.take(numel), home.take(numel)
+        outer_grad = home.take(numel)
+        snapshot = home.take(numel) if keep else None
+        kept = None if snapshot is None else self.local.split(snapshot)
         sums = [torch.zeros((), dtype=torch.float64, device=home.device)]
-        for index, (kept, grad, part) in enumerate(
-            zip(*map(self.local.split, (snapshot, outer_grad, base)), strict=True)
-        ):
-            local = self.local.read(index, None if home.is_apart else kept)
-            home.store(kept, local)
+        for index, (grad, part) in enumerate(zip(*map(self.local.split, (outer_grad, base)), strict=True)):
+            local = self.local.read(index, None if kept is None or home.is_apart else kept[index])
+            if kept is not None:
+                home.store(kept[index], local)
             # against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift
             stored = self.local.rounded(index, home.visit(part))
             found = stored - local if home.is_apart else torch.sub(stored, local, out=grad)
@@ -173,6 +186,8 @@ class FragmentState:
 
     def clear_(self, outer_grad: Tensor, where: Tensor) -> None:
         """Set an outer gradient to zero where a scalar of the device is true."""
+        if self.home.device == HOST and not where:
+            return
         for part in self.local.split(outer_grad):
             self.home.store(part, self.home.visit(part).masked_fill_(where, 0.0))
 
@@ -259,9 +274,9 @@ class FragmentState:
 
     def drop(self, transfer: Transfer, *replaced: Tensor) -> None:
         """Return the memory of a transfer that is no longer in flight, and replaced global params, unless still referenced."""
-        self.home.give(transfer.snapshot)
-        if transfer.outer_grad is not None:
-            self.home.give(transfer.outer_grad)
+        for own in (transfer.snapshot, transfer.outer_grad):
+            if own is not None:
+                self.home.give(own)
         for flat in {id(flat): flat for flat in (transfer.global_params, *replaced)}.values():
             if flat is not self.global_params and not self._is_held(flat):
                 self.home.give(flat)
@@ -318,9 +333,8 @@ class _Slices:
         fresh: Tensor | None,
     ) -> None:
         self._local, self._home = fragment.local, fragment.home
-        self._snapshot, self._mean, self._before, self._after = map(
-            self._local.split, (transfer.snapshot, mean, before, after)
-        )
+        self._mean, self._before, self._after = map(self._local.split, (mean, before, after))
+        self._snapshot = None if transfer.snapshot is None else self._local.split(transfer.snapshot)
         self._own = (
             None if fresh is None or transfer.outer_grad is None else self._local.split(transfer.outer_grad)
         )
@@ -350,7 +364,7 @@ class _Slices:
 
     def merge(self, index: int, new_global: Tensor) -> MergeSlice:
         local = self._local.read(index)
-        snapshot = self._home.visit(self._snapshot[index])
+        snapshot = local if self._snapshot is None else self._home.visit(self._snapshot[index])
         return MergeSlice(local, new_global, snapshot, self._local.cuts[index].sizes)
 
 

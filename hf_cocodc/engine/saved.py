@@ -107,7 +107,7 @@ def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
         for transfer in fragment.in_flight:
             transfer.is_own = takes_part
             if takes_part:
-                transfer.outer_grad = torch.zeros_like(transfer.snapshot)
+                transfer.outer_grad = torch.zeros_like(transfer.global_params)
 
 
 @torch.no_grad()
@@ -123,7 +123,8 @@ def take_global(fragment: FragmentState) -> None:
     """Give up the local params for the global ones, also for the transfers in flight when they land."""
     fragment.show(fragment.global_params)
     for transfer in fragment.in_flight:
-        fragment.local.gather(transfer.snapshot, fragment.home)
+        if transfer.snapshot is not None:  # else the local params are it
+            fragment.local.gather(transfer.snapshot, fragment.home)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def give_up(fragments: Sequence[FragmentState], merge: Merge) -> list[Unsent]:
 
 def _unsent(fragment: FragmentState, merge: Merge) -> Unsent:
     base, trained = fragment.base(), fragment.trained
-    snapshot, outer_grad, square = fragment.prepare(base)
+    _, outer_grad, square = fragment.prepare(base)
     fragment.home.settle()
     # after a landing since their send, local params have the steps of other transfers, or no longer
     has_them = base is fragment.global_params and merge.keeps_local_steps
@@ -165,7 +166,6 @@ def _unsent(fragment: FragmentState, merge: Merge) -> Unsent:
             and transfer.outer_grad is not None
         ):
             outer_grad.add_(transfer.outer_grad)
-    fragment.home.give(snapshot)
     return Unsent(outer_grad if math.isfinite(square) else outer_grad.zero_(), trained)
 
 

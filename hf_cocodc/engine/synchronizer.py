@@ -184,12 +184,19 @@ class Synchronizer:
         # the schedule counts them as done. Where the link has failed, the state cannot be saved, or another one is taken over
         with traffic.whole("what was due", LinkError):
             self._look()
-            for event in events:
-                fragment = self.fragments[event.fragment]
-                if isinstance(event, Send):
-                    traffic.send(fragment, word)
-                else:
-                    words = traffic.land(fragment, event.sent_at, self.method.merge) or words
+            # the first landing of each fragment
+            lands = {each.fragment: each.sent_at for each in reversed(events) if isinstance(each, Land)}
+            try:
+                for event in events:
+                    fragment = self.fragments[event.fragment]
+                    if isinstance(event, Send):
+                        traffic.send(fragment, word, lands.get(event.fragment) == self.inner_step)
+                    else:
+                        words = traffic.land(fragment, event.sent_at, self.method.merge) or words
+            except LinkError:
+                for fragment in self.fragments:
+                    fragment.keep_snapshots()
+                raise
         return words
 
     @contextmanager

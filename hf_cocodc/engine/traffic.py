@@ -85,12 +85,15 @@ class Traffic:
             self.broken = self.broken or why
             raise
 
-    def send(self, fragment: FragmentState, word: Word) -> None:
-        """Send the outer gradient of a fragment."""
+    def send(self, fragment: FragmentState, word: Word, lands_at_once: bool = False) -> None:
+        """Send the outer gradient of a fragment. `lands_at_once`: nothing changes the local params before it lands."""
         index, step, began = fragment.fragment.index, self.inner_step, self._link.clock()
         whole = self.whole(f"a send of fragment {index}", LinkError)  # as in `Synchronizer.step`
         with torch.profiler.record_function("hf_cocodc::send"), whole:
-            snapshot, outer_grad, own_square = fragment.prepare(fragment.base())
+            is_own = not self._link.is_elastic or self._link.takes_part()
+            snapshot, outer_grad, own_square = fragment.prepare(
+                fragment.base(), keep=not (lands_at_once and is_own)
+            )
             [square] = self._link.total(own_square.view(1))
             share = self.shares.share(fragment.trained, step - fragment.sent_at)
             fragment.clear_(outer_grad, ~square.isfinite() if share else torch.ones_like(square).bool())
@@ -102,7 +105,7 @@ class Traffic:
                 lr_sum=measured.lr_sum,
                 outer_grad=outer_grad,
                 square=square,
-                is_own=not link.is_elastic or link.takes_part(),
+                is_own=is_own,
                 ordinary=self._guarding.ordinary(fragment),
                 trained=fragment.trained,
             )
@@ -361,8 +364,7 @@ class Traffic:
                 assert transfer.outer_grad is not None and transfer.square is not None
                 transfer.judged = limit
                 return transfer.outer_grad, transfer.square
-        local, outer_grad, own_square = fragment.prepare(fragment.global_params)
-        fragment.home.give(local)
+        _, outer_grad, own_square = fragment.prepare(fragment.global_params)
         [square] = self._link.total(own_square.view(1))
         fragment.clear_(outer_grad, ~square.isfinite())
         return outer_grad, square

@@ -239,9 +239,9 @@ def scale_sends(outer: OuterOptimizer, factor: Callable[[int], float]) -> None:
         prepare, sends = fragment.prepare, [0]
 
         def wrong(
-            base: Tensor, prepare: Any = prepare, sends: list[int] = sends
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            snapshot, outer_grad, square = prepare(base)
+            base: Tensor, keep: bool = False, prepare: Any = prepare, sends: list[int] = sends
+        ) -> tuple[Tensor | None, Tensor, Tensor]:
+            snapshot, outer_grad, square = prepare(base, keep)
             sends[0] += 1
             times = factor(sends[0])
             return snapshot, outer_grad.mul_(times), square * times * times

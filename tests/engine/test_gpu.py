@@ -181,7 +181,7 @@ def test_the_training_thread_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         fragment = synchronizer.fragments[0]
-        snapshot, outer_grad, square = fragment.prepare(fragment.base())
+        snapshot, outer_grad, square = fragment.prepare(fragment.base(), keep=True)
         fragment.clear_(outer_grad, ~square.isfinite())
     finally:
         torch.cuda.set_sync_debug_mode("default")

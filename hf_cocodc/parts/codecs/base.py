@@ -163,11 +163,13 @@ def weighted_mean(
     if not present:
         return mean.zero_()
     (first, weight), *others = present
-    torch.mul(coder.decode(first, numel), weight, out=mean)
+    values = coder.decode(first, numel)
+    if weight != 1:
+        values = torch.mul(values, weight, out=mean)
     for payload, weight in others:
-        values = coder.decode(payload, numel)
-        mean.add_(values if weight == 1 else values * weight)
-    return mean.div_(exactly(sum(weights) if divisor is None else divisor, mean))
+        more = coder.decode(payload, numel)
+        values = torch.add(values, more if weight == 1 else more * weight, out=mean)
+    return torch.div(values, exactly(sum(weights) if divisor is None else divisor, mean), out=mean)
 
 
 def exactly(number: float, beside: Tensor) -> Tensor:
