@@ -17,7 +17,7 @@ from ..parts.guard import Ordinary, Verdict, lower_median
 from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
-from ..parts.tensors.flat import digest, local_shard, mapped
+from ..parts.tensors.flat import digest, local_shard, mapped, tensors_in
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
 from .local_params import LocalParams
@@ -339,12 +339,16 @@ class _Slices:
             None if fresh is None or transfer.outer_grad is None else self._local.split(transfer.outer_grad)
         )
         self._fresh = None if fresh is None else self._local.split(fresh)
-        self._state, self._numel = state, fragment.fragment.numel
+        numel, self._state = fragment.fragment.numel, state
+        # cut once: to cut it for each slice takes the square of their number
+        self._parts = {
+            id(each): self._local.split(each) for each in tensors_in(state) if each.shape == (numel,)
+        }
 
     def step(self, step: Callable[[Tensor, OuterSlice], Tensor], index: int) -> Tensor:
         """Take the outer step of a slice; returns its new global params."""
-        home, local, numel = self._home, self._local, self._numel
-        kept = mapped(self._state, lambda each: local.split(each)[index] if each.shape == (numel,) else each)
+        home, parts = self._home, self._parts
+        kept = mapped(self._state, lambda each: parts[id(each)][index] if id(each) in parts else each)
         here = OuterSlice(
             mapped(kept, home.visit),
             None if self._own is None else home.visit(self._own[index]),
