@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine import fragment
 from hf_cocodc.engine.fragment import FragmentState
+from hf_cocodc.engine.local_params import LocalParams
 from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.traffic import Traffic
 from hf_cocodc.link.base import Arrival, ArrivedHandle, Handle, MeanRequest
 from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
-from hf_cocodc.link.records import Trailer
+from hf_cocodc.link.records import Trailer, Word
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
 from hf_cocodc.parts.codecs.base import Result
@@ -120,6 +122,47 @@ def test_where_the_params_lie_changes_no_bit(name: str, dtype: torch.dtype) -> N
     expected = trajectory(method_of(name), dtype=dtype)
     assert same(trajectory(method_of(name), unaligned, dtype), expected)
     assert same(trajectory(method_of(name), scattered, dtype), expected)
+
+
+AT_ONCE: list[tuple[str, dict[str, Any]]] = [
+    ("diloco", {}),
+    ("diloco", {"merge": "compensate"}),
+    ("streaming", {"overlap_steps": 0, "mixing_alpha": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), AT_ONCE, ids=["replace", "compensate", "mix"])
+def test_what_lands_at_once_needs_no_snapshot(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local params do not change between a send and its landing in the same step."""
+    expected, send = trajectory(method_of(name, **changes)), Traffic.send
+    takes: list[bool] = []
+
+    def keeping(self: Traffic, fragment: FragmentState, word: Word, lands_at_once: bool = False) -> None:
+        takes.append(not lands_at_once)
+        send(self, fragment, word)
+
+    monkeypatch.setattr(Traffic, "send", keeping)
+    assert same(trajectory(method_of(name, **changes)), expected)
+    assert takes.count(False) > takes.count(True)  # the last send is that of `finish`
+
+
+@pytest.mark.parametrize("name", ["diloco", "co2"])
+def test_a_landing_cuts_each_tensor_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each slice."""
+    split, counts = LocalParams.split, []
+
+    def counting(self: LocalParams, flat: Tensor) -> Sequence[Tensor]:
+        counts[-1] += 1
+        return split(self, flat)
+
+    monkeypatch.setattr(LocalParams, "split", counting)
+    for length in (1 << 18, 1 << 4):
+        monkeypatch.setattr(slices, "ON_HOST", length)
+        counts.append(0)
+        trajectory(method_of(name))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
