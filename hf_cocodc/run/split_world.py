@@ -17,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
-from ..errors import InputError, shown
+from ..errors import InputError, LinkError, reason, shown
 from ..net.addresses import is_loopback, named, own_address, resolve
 from ..settings import (
     ENV_COORDINATOR,
@@ -52,6 +52,7 @@ def split_world(num_regions: int) -> int:
         InputError: no launcher started this process, the number of processes is not a multiple of `num_regions`, a region
             would begin or end in the middle of a machine, HF_COCODC_SPLIT asks for another number, or the call comes too
             late.
+        LinkError: another process of the launch does not take part.
     """
     said, env = f"split_world({num_regions})", os.environ
     if num_regions < 1:
@@ -167,7 +168,7 @@ def _split(num_regions: int | None, said: str) -> int:
         if rank == int(env["WORLD_SIZE"]) - 1:
             store.set(f"{key}/host", resolve(named(host, port), socket.SOCK_STREAM)[0][4][0])
         if rank == int(env["LOCAL_RANK"]) and is_loopback(host):
-            host = store.get(f"{key}/host").decode()
+            host = _told(store, f"{key}/host")
     if rank == 0:
         if num_regions is None and place.num_regions == 1:
             logger.warning(
@@ -181,8 +182,8 @@ def _split(num_regions: int | None, said: str) -> int:
         is_here = place.size == place.local_size
         own = "127.0.0.1" if is_here else "" if rank == 0 else own_address(named(host, port), None)
         store.set(f"{key}/{place.region}", f"{own} {_serve_store()}")
-    launch, coordinator_port = store.get(f"{key}/launch").decode().split(" ")
-    region_host, region_port = store.get(f"{key}/{place.region}").decode().split(" ")
+    launch, coordinator_port = _told(store, f"{key}/launch").split(" ")
+    region_host, region_port = _told(store, f"{key}/{place.region}").split(" ")
     if place.slots > 1:  # each region sees only its own devices, counted from 0
         gpus = [] if parse_flag_from_env("ACCELERATE_USE_CPU") else visible()
         if len(gpus) >= place.size:  # otherwise torch says which rank of a region has none
@@ -203,6 +204,17 @@ def _split(num_regions: int | None, said: str) -> int:
     env[ENV_REGION], env[ENV_REGIONS] = str(place.region), str(place.num_regions)
     env[ENV_COORDINATOR] = named("127.0.0.1" if is_one_machine else host, int(coordinator_port))
     return place.region
+
+
+def _told(store: dist.TCPStore, key: str) -> str:
+    """What another process of the launch tells under this key. Raises LinkError if it does not."""
+    try:
+        return store.get(key).decode()
+    except dist.DistError as error:
+        raise LinkError(
+            f"a process of the launch does not take part in its split ({reason(error)}). All of them must import hf_cocodc, or "
+            "call split_world, at the beginning of the script; if they do, look at the output of the first that has failed."
+        ) from error
 
 
 def _refuse_late(said: str, hides_gpus: bool) -> None:

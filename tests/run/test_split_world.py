@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from hf_cocodc import RegionConfig, region_shard, settings
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import InputError, LinkError
 from hf_cocodc.run.split_world import placed, split_as_asked, split_world
 from hf_cocodc.settings import ENV_LAUNCH, ENV_REGION, ENV_REGIONS, ENV_SPLIT
 
@@ -118,6 +119,19 @@ def test_a_launch_is_split_once(env: dict[str, str]) -> None:
         InputError, match=r"split_world\(2\): .* already split into 1 .* by HF_COCODC_SPLIT=1"
     ):
         split_world(2)
+
+
+def test_a_process_that_takes_no_part_is_missed(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for what rank 0 tells, for as long as torch waits at a store, and says what is missing."""
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    monkeypatch.setattr("hf_cocodc.run.split_world._launcher_store", lambda *_: store)
+    env |= launched([2])[1]
+    with pytest.raises(
+        LinkError, match="a process of the launch does not take part .* must import hf_cocodc"
+    ):
+        split_world(2)
+    assert ENV_LAUNCH not in env
 
 
 def test_regions_that_are_numbered_twice(env: dict[str, str]) -> None:
