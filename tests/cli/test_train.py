@@ -110,7 +110,7 @@ def test_the_exit_code_tells_which_signal_came(
         os.kill(os.getpid(), sent)
         return watch(*args)
 
-    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, regions: None)
+    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, regions, link: None)
     monkeypatch.setattr(launch, "start", start_and_signal)
     monkeypatch.setattr(launch, "watch", watch_and_signal)
     assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == code
