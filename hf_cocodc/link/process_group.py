@@ -13,11 +13,10 @@ although every region lives, payloads travel over the connections from then on.
 import contextlib
 import hashlib
 import itertools
-import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,8 +32,6 @@ from ..net.view import View
 from ..parts.tensors.memory import HOST
 from ..settings.environment import ENV_LAUNCH
 from .exchange import Frames, Lend, RowsOf, Sizes
-
-logger = logging.getLogger(__name__)
 
 KINDS = "", "tcp", "gloo", "nccl"
 """How payloads travel: regions tell each other places in it. A newcomer, which has heard of none yet, says the first one."""
@@ -100,6 +97,8 @@ def choose(asked: str, regions: Sequence[int], said: Sequence[Said]) -> Choice:
     for region, each in zip(regions, said, strict=True):
         if each.reason:
             return Choice("tcp", f"region {region}: {REASONS[each.reason]}")
+    if len(said) == 1:
+        return Choice("tcp", "no other region is there, whose round trips could tell more")
     launches, gpus = {each.launch for each in said}, {each.gpu for each in said}
     if len(launches) == 1 and 0 not in launches | gpus and len(gpus) == len(said):
         return Choice("nccl", "one launch has started all regions, and each has a GPU of its own")
@@ -183,6 +182,9 @@ class Payloads:
         host: the address of this machine that the others reach.
         timeout_s: seconds in which one payload must have come, once all regions are there.
         reason: why "auto" must not choose a process group here: one of `REASONS`.
+
+    Attributes:
+        tell: called with every choice.
     """
 
     def __init__(
@@ -196,26 +198,26 @@ class Payloads:
         self.asked, self._device, self._host, self._timeout_s = asked, device, host, timeout_s
         self._reason = reason if reason or dist.is_gloo_available() else REASONS[-1]
         self.kind = asked if asked != "auto" else ""
+        self.tell: Callable[[Choice], None] = lambda choice: None
         self._lock = threading.Lock()
         self._group: Group | None = None
         self._newest = 0
 
-    def settle(self, view: View, members: tuple[Member, ...], is_relayed: bool) -> Choice | None:
-        """Choose with all regions of a view, at their first meeting, and make the first group. None if TCP is all that is asked.
+    def settle(self, view: View, members: tuple[Member, ...], is_relayed: bool) -> None:
+        """Choose with all regions of a view, at their first meeting, and make the first group. TCP that is named is no choice.
 
         Raises LinkError if the group that `regions.link` names cannot be made. With "auto" it is TCP then.
         """
         if self.asked == "tcp":
-            return None
+            return
         reason = self._reason or ("a relay carries what it sends" if is_relayed else "")
         launch, gpu = number_of(os.environ.get(ENV_LAUNCH, "")), gpu_of(self._device)
         own = Said(REASONS.index(reason), view.network_rtt_s, launch, gpu)
         rows = view.swap(torch.tensor(own, dtype=torch.float64, device=HOST), "the choice of a link")
         said = [Said(int(row[0]), float(row[1]), int(row[2]), int(row[3])) for row in rows]
         choice = choose(self.asked, view.regions, said)
-        self.kind = choice.kind
         failure: GroupBroken | None = None
-        if choice.kind != "tcp":
+        if choice.kind != "tcp" and view.num_regions > 1:
             try:
                 self._make(view, Plan(choice.kind, 1, is_new=True), members)
             except GroupBroken as error:
@@ -228,8 +230,8 @@ class Payloads:
                         f"regions.link={self.asked}, and {why}. gloo and NCCL listen on ports that the system chooses: all "
                         "machines must reach each other on all of them. Set regions.link=tcp if they do not."
                     )
-                choice, self.kind = Choice("tcp", f"{choice.why}, but {why}"), "tcp"
-        return choice
+                choice = Choice("tcp", f"{choice.why}, but {why}")
+        self._take(*choice)
 
     def word(self, members: tuple[Member, ...]) -> Word:
         """What this process tells the others with its trailer, for an attempt of these members."""
@@ -251,12 +253,12 @@ class Payloads:
 
         `rows`: end with the words of all; they are here if this process `must_hear` them.
         """
-        if not self.must_hear:
+        if not self.must_hear or view.num_regions == 1:
             yield Frames
             return
         agreed = plan([Word.read(row) for row in rows])
         if agreed.kind != self.kind:
-            self._say(agreed.kind, "the other regions do it so")
+            self._take(agreed.kind, "so the other regions say")
         if agreed.kind == "tcp":
             yield Frames
             return
@@ -271,7 +273,7 @@ class Payloads:
         """The group has broken so often in this attempt, here or in another region, and no region is lost."""
         self.abort()
         if rounds >= _ROUNDS and self.must_hear:
-            self._say("tcp", f"its process group broke {rounds} times although every region lives: {why}")
+            self._take("tcp", f"its process group broke {rounds} times although every region lives: {why}")
 
     def abort(self) -> None:
         """End what is under way in the group, here and in the others. It is not used again."""
@@ -280,10 +282,9 @@ class Payloads:
         if group is not None:
             group.abort()
 
-    def _say(self, kind: str, why: str) -> None:
+    def _take(self, kind: str, why: str) -> None:
         self.kind = kind
-        level = logging.WARNING if kind == "tcp" else logging.INFO
-        logger.log(level, "payloads travel over %s from now on: %s.", kind, why)
+        self.tell(Choice(kind, why))
 
     def _make(self, view: View, agreed: Plan, members: tuple[Member, ...]) -> "Group":
         """Make the group of all regions of a view. Raises GroupBroken, in each region that fails."""

@@ -49,7 +49,7 @@ from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending, 
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .part import Standing, back, beat, enter
-from .process_group import GroupBroken, Payloads
+from .process_group import Choice, GroupBroken, Payloads
 from .records import Record
 from .speaking import AnyClient
 from .stopping import StopAgreement
@@ -78,7 +78,8 @@ class TcpLink:
         payloads: how payloads of means travel; by default over the connections.
 
     Attributes:
-        events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways") and facts.
+        events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways", "link")
+            and facts.
         ending: what this region says when the link is closed in good order.
         beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
         switched: regions that have come in and left with the last change.
@@ -100,6 +101,7 @@ class TcpLink:
         payloads: Payloads | None = None,
     ) -> None:
         self._payloads = payloads or Payloads()
+        self._payloads.tell = self._tell_choice
         self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
         self.agreement: StopAgreement | None = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
@@ -794,11 +796,7 @@ class TcpLink:
             self._feed(rules.Connected(other))
         self._tell_ways()
         self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST, self._count)
-        is_relayed = "relayed" in self.wire.ways.values()
-        choice = self._payloads.settle(self.view, self._part.members, is_relayed)
-        if choice is not None:
-            logger.info("payloads of means travel over %s: %s.", *choice)
-            self.events.append(("link", choice._asdict()))
+        self._payloads.settle(self.view, self._part.members, "relayed" in self.wire.ways.values())
 
     def _connect_soon(self, other: Member, after_s: float = 0.0) -> None:
         NativeThread(self._connect, "hf_cocodc-connect", (self.me, other, after_s)).start()
@@ -841,6 +839,16 @@ class TcpLink:
         if ways != self._told_ways:
             self._told_ways = ways
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
+
+    def _tell_choice(self, choice: Choice) -> None:
+        """Say how payloads travel from now on: in the log, and in the journal."""
+        is_given_up = choice.kind == "tcp" and self._part.submitted > 0
+        logger.log(
+            logging.WARNING if is_given_up else logging.INFO,
+            "payloads of means travel over %s%s: %s.",
+            *(choice.kind, " from now on" if is_given_up else "", choice.why),
+        )
+        self.events.append(("link", {"link": choice.kind, "why": choice.why}))
 
     def _reach(self, other: Member) -> tuple[Whereabouts, str]:
         """Where the process of another region listens for this one, and the name of both. Raises LinkError if it does not."""

@@ -7,7 +7,6 @@ wait for more. How a region comes in is in `newcomer`.
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -81,7 +80,6 @@ class Elastic:
         self._has_left = False
         self._left_behind: LeftBehind | None = None
         self._newcomer = JoiningRank(training, folder)
-        training.journal.earlier = self._events
 
     def begin(self, is_new: bool) -> None:
         """Begin training with the regions that have met; a new one where they are by then."""
@@ -318,12 +316,3 @@ class Elastic:
             endings.end(
                 "leave", f"{self._leaves}; the coordinator does not answer: the others will miss this region"
             )
-
-    def _events(self) -> list[tuple[str, dict[str, Any]]]:
-        """What has happened to the run, for the journal."""
-        events = deque() if self._training.session is None else self._training.session.link.events
-        happened = []
-        while events:
-            kind, facts = events.popleft()
-            happened.append((kind, {"step": self._training.inner_step, **facts}))
-        return happened

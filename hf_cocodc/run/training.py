@@ -3,6 +3,7 @@
 import logging
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -94,6 +95,7 @@ class Training:
         if self.session is not None:
             self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
         self._go_on(saved)
+        self.journal.earlier = self._events
         if not link.is_elastic and len(link.parties) < link.most_regions:
             lost, why = self._losses(link.parties)
             raise RegionLostError(lost, f"{why}: nothing was trained. Start all regions again.")
@@ -189,6 +191,15 @@ class Training:
     def lane(self) -> RegionSession | None:
         """The side of this rank, if it has a lane of its own or is the leader."""
         return lane_of(self.link)
+
+    def _events(self) -> list[tuple[str, dict[str, Any]]]:
+        """What has happened to the run, for the journal."""
+        events = deque() if self.session is None else self.session.link.events
+        happened = []
+        while events:
+            kind, facts = events.popleft()
+            happened.append((kind, {"step": self.inner_step, **facts}))
+        return happened
 
     def say(
         self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = lambda plain: plain
