@@ -171,8 +171,8 @@ def torchft_around(
     return parts, outer, (store, lighthouse)
 
 
-def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: Any) -> Part:
-    """hf_cocodc with the plain Accelerate loop, and `RegionConfig`'s defaults but for the congestion control."""
+def ours(place: Region, shape: dict[str, int], interval: int, link: str = "tcp", **outer_config: Any) -> Part:
+    """hf_cocodc with the plain Accelerate loop, and `RegionConfig`'s defaults but for the link and the congestion control."""
     from accelerate import Accelerator
 
     from hf_cocodc import OuterConfig, OuterOptimizer
@@ -188,7 +188,9 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
         count=place.count,
         coordinator=f"{place.first}:{place.port}",
         timeout_s=TIMEOUT_S,
-        congestion="system",  # all rows have that of the link
+        link=link,
+        # all rows have that of the link; gloo's sockets have it in any case
+        congestion="system" if link == "tcp" else "auto",
     )
     config = OuterConfig(sync_interval=interval, **outer_config)
     outer = OuterOptimizer(accelerator, model, optimizer, config, regions)
@@ -252,6 +254,8 @@ class Contestant:
     make: Callable[..., Part]
     settings: dict[str, Any]
     default: bool = True
+    in_cluster: bool = False
+    """Whether it needs the short round trips of a cluster."""
 
     @property
     def name(self) -> str:
@@ -278,6 +282,10 @@ CONTESTANTS = [
     Contestant("ours", "Streaming fp32", ours, {"codec": "fp32", **_STREAMING}, default=False),
     Contestant("ours", "Streaming int8", ours, {"codec": "int8", **_STREAMING}, default=False),
     Contestant("ours", "Streaming fp4", ours, _STREAMING),
+    Contestant(
+        "ours", "DiLoCo fp32, gloo", ours, {"method": "diloco", "link": "gloo", **_ROUND}, in_cluster=True
+    ),
+    Contestant("ours", "Streaming fp4, gloo", ours, {"link": "gloo", **_STREAMING}, in_cluster=True),
     Contestant("ours", "Eager fp32", ours, {"method": "eager", **_STREAM}),
     Contestant("ours", "CO2 fp32", ours, {"method": "co2", **_ROUND}),
     Contestant(

@@ -42,6 +42,7 @@ ONE_SYNC = {
     "DiLoCo (torchft)": SLOW,
     "DiLoCo, buckets (torchft)": SYNCS,
     "DiLoCo fp32 (ours)": SYNCS,
+    "DiLoCo fp32, gloo (ours)": SYNCS,
 }
 
 
@@ -67,8 +68,10 @@ PROFILES = {
     for profile in (
         Profile("fast", 0.1, 1e9, 0.0),
         Profile("slow", 0.1, 50e6, 1e-4),
+        Profile("cluster", 2e-4, 10e9, 0.0),
     )
 }
+FAR = ["fast", "slow"]
 NEAR = Profile("near", 0.0, None, 0.0)
 """A contestant that is too slow on a link trains here to get its loss at equal tokens."""
 
@@ -197,6 +200,8 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
             for contestant in chosen:
                 if contestant.name == NO_LINK and rows:
                     continue  # the row is the same for every link
+                if contestant.in_cluster and name in FAR:
+                    continue
                 answers = quietest(field, contestant, marks)
                 if isinstance(answers, str):
                     rows.append({"contestant": contestant.name, "link": profile.words, "failed": answers})
@@ -262,12 +267,14 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def one_sync(options: argparse.Namespace, chosen: list[Contestant], folder: Path) -> list[dict[str, Any]]:
-    """Sync 28.6 MB in 291 tensors over the fast link, with each contestant, to the same mean."""
+    """Sync 28.6 MB in 291 tensors over the fast link, or a cluster's, with each contestant, to the same mean."""
     rows: list[dict[str, Any]] = []
-    profile = PROFILES["fast"]
+    profile = PROFILES["cluster" if "cluster" in options.profiles else "fast"]
     with Field(profile, 2, folder, options.congestion) as field:
         for contestant in chosen:
             plan = ONE_SYNC.get(contestant.name)
+            if contestant.in_cluster and profile.name in FAR:
+                continue
             if plan is None or (plan is SLOW and contestant.by != "torchft" and not options.all):
                 continue
             answers = field.run(
@@ -343,7 +350,7 @@ def _version(package: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--regions", type=int, default=2, help="M (default: 2)")
-    parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
+    parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=FAR)
     parser.add_argument("--seconds", type=float, default=9.0, help="of training for each row (default: 9)")
     parser.add_argument(
         "--steps", type=int, default=60, help="step of the loss at equal tokens (default: 60)"
@@ -378,14 +385,16 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        where = "" if set(options.profiles) <= {*FAR} else "-cluster"
         if options.skip != "training":
             workload.write_text(folder)
             rows = compare(options, chosen, folder)
-            report("training side by side", rows, options, notes, f"training-{options.regions}-regions")
+            what = f"training-{options.regions}-regions{where}"
+            report("training side by side", rows, options, notes, what)
         if options.skip != "one-sync":
             rows = one_sync(options, chosen, folder)
             if rows:
-                report("one sync of a large model", rows, options, notes, "one-sync")
+                report("one sync of a large model", rows, options, notes, f"one-sync{where}")
     say(f"\n{time.monotonic() - start:.0f} s in all")
     return 0
 
