@@ -41,7 +41,6 @@ def meet_in_region(path: str) -> None:
         ("machines", 2, "0011", [1, 1, 5, 5]),
         ("2", 1, "0011", [1, 1, 5, 5]),
         ("4", 2, "0123", [0, 1, 2, 3]),
-        ("machines", 1, "0123", [0, 1, 2, 3]),
     ],
 )
 def test_each_region_is_a_world_and_the_launch_has_a_name(
