@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ..errors import InputError, short
 from ..settings import RegionConfig
-from .process_group import REASONS, SEALED, Said, choose
+from .process_group import REASONS, SEALED, Circumstances, Payloads, choose
 
 
 def why_tcp(regions: RegionConfig, has_secret: bool) -> str:
@@ -16,6 +16,11 @@ def why_tcp(regions: RegionConfig, has_secret: bool) -> str:
     return f"regions.{asked[0]} is set" if asked else ""
 
 
+def payloads_of(regions: RegionConfig, has_secret: bool, device: torch.device, host: str) -> Payloads:
+    """How payloads travel in a run with these settings; see `Payloads`."""
+    return Payloads(regions.link, device, host, regions.timeout_s, why_tcp(regions, has_secret))
+
+
 def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str, str]:
     """How payloads would travel between regions with these settings and this round trip, and why, as `choose` has it. Launches
     and GPUs are not known here.
@@ -23,7 +28,7 @@ def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str
     why = why_tcp(regions, has_secret)
     if why and regions.link == "auto":
         return "tcp", why
-    return choose(regions.link, [0], [Said(REASONS.index(why), rtt_s, 0, 0)])
+    return choose(regions.link, [0], [Circumstances(REASONS.index(why), rtt_s, 0, 0)])
 
 
 def refuse_backend(link: str, device: str = "cuda", regions_here: int = 1) -> None:

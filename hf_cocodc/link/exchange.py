@@ -29,7 +29,7 @@ Lend = Callable[[int, torch.device], Tensor]
 
 
 class Rows(Protocol):
-    """The payloads that regions send each other in one phase of an exchange, in rows; see `Frames` for how they are made."""
+    """The payloads that regions send each other in one phase of an exchange, in rows; see `WireRows` for how they are made."""
 
     device: torch.device
     """Where payloads lie that are sent, and those that have come."""
@@ -58,7 +58,7 @@ class Rows(Protocol):
 RowsOf = Callable[[View, Sizes, Lend, str], Rows]
 
 
-class Frames:
+class WireRows:
     """Rows over the connections of a wire: payloads are cut into frames. Receives begin at once."""
 
     device = HOST
@@ -110,7 +110,7 @@ class Exchange:
         home: Home,
         buffers: Buffers,
         what: str,
-        rows_of: RowsOf = Frames,
+        rows_of: RowsOf = WireRows,
     ) -> None:
         self._view, self._home, self._buffers, self._what = view, home, buffers, what
         self._rows_of = rows_of

@@ -31,7 +31,7 @@ from ..net.members import Member
 from ..net.view import View
 from ..parts.tensors.memory import HOST
 from ..settings.environment import ENV_LAUNCH
-from .exchange import Frames, Lend, RowsOf, Sizes
+from .exchange import Lend, RowsOf, Sizes, WireRows
 
 KINDS = "", "tcp", "gloo", "nccl"
 """How payloads travel: regions tell each other places in it. A newcomer, which has heard of none yet, says the first one."""
@@ -62,7 +62,7 @@ REASONS = (
 """Why a region keeps "auto" from a process group; the first one means that it does not."""
 
 
-class Said(NamedTuple):
+class Circumstances(NamedTuple):
     """What a process tells the others at their meeting, from which they choose: numbers.
 
     Attributes:
@@ -78,35 +78,35 @@ class Said(NamedTuple):
     gpu: int
 
 
-class Choice(NamedTuple):
+class Carrier(NamedTuple):
     """How payloads travel, and why."""
 
     kind: str
     why: str
 
 
-def choose(asked: str, regions: Sequence[int], said: Sequence[Said]) -> Choice:
+def choose(asked: str, regions: Sequence[int], said: Sequence[Circumstances]) -> Carrier:
     """What "auto", or another value of `regions.link`, means for these regions; equal in all of them.
 
-    >>> choose("auto", (0, 1), [Said(0, 0.0004, 0, 0)] * 2)
-    Choice(kind='gloo', why='round trips take 0.4 ms')
+    >>> choose("auto", (0, 1), [Circumstances(0, 0.0004, 0, 0)] * 2)
+    Carrier(kind='gloo', why='round trips take 0.4 ms')
     """
     if asked != "auto":
         is_open = any(REASONS[each.reason] == SEALED for each in said)
-        return Choice(asked, f"regions.link={asked}{', although ' + SEALED if is_open else ''}")
+        return Carrier(asked, f"regions.link={asked}{', although ' + SEALED if is_open else ''}")
     for region, each in zip(regions, said, strict=True):
         if each.reason:
-            return Choice("tcp", f"region {region}: {REASONS[each.reason]}")
+            return Carrier("tcp", f"region {region}: {REASONS[each.reason]}")
     if len(said) == 1:
-        return Choice("tcp", "no other region is there, whose round trips could tell more")
+        return Carrier("tcp", "no other region is there, whose round trips could tell more")
     launches, gpus = {each.launch for each in said}, {each.gpu for each in said}
     if len(launches) == 1 and 0 not in launches | gpus and len(gpus) == len(said):
-        return Choice("nccl", "one launch has started all regions, and each has a GPU of its own")
+        return Carrier("nccl", "one launch has started all regions, and each has a GPU of its own")
     rtt_s = max(each.rtt_s for each in said)
     words = f"round trips take {float(f'{1000 * rtt_s:.2g}'):g} ms"
     if rtt_s < SHORT_S:
-        return Choice("gloo", words)
-    return Choice("tcp", f"{words}, and those of a cluster less than {1000 * SHORT_S:g} ms")
+        return Carrier("gloo", words)
+    return Carrier("tcp", f"{words}, and those of a cluster less than {1000 * SHORT_S:g} ms")
 
 
 def number_of(name: str) -> int:
@@ -121,7 +121,7 @@ def gpu_of(device: torch.device) -> int:
     return number_of(f"{torch.cuda.get_device_properties(device).uuid}")
 
 
-class Word(NamedTuple):
+class GroupWord(NamedTuple):
     """What a process tells with each trailer: how it knows payloads to travel, and the number of its group.
 
     Attributes:
@@ -135,7 +135,7 @@ class Word(NamedTuple):
     newest: int
 
     @classmethod
-    def read(cls, row: Tensor) -> "Word":
+    def read(cls, row: Tensor) -> "GroupWord":
         """From the end of a row. What no process sends counts as a word of one that knows nothing."""
         numbers = [int(each) if 0 <= each < 2**53 else 0 for each in row.tolist()[-len(cls._fields) :]]
         return cls(numbers[0] if numbers[0] < len(KINDS) else 0, *numbers[1:])
@@ -149,14 +149,14 @@ class Plan(NamedTuple):
     is_new: bool = False
 
 
-def plan(words: Sequence[Word]) -> Plan:
+def plan(words: Sequence[GroupWord]) -> Plan:
     """The same in all regions that have heard these words. One that has gone over to TCP takes the others with it.
 
-    >>> plan([Word(2, 4, 4), Word(2, 4, 4)])
+    >>> plan([GroupWord(2, 4, 4), GroupWord(2, 4, 4)])
     Plan(kind='gloo', number=4, is_new=False)
-    >>> plan([Word(2, 4, 4), Word(0, 0, 0)])
+    >>> plan([GroupWord(2, 4, 4), GroupWord(0, 0, 0)])
     Plan(kind='gloo', number=5, is_new=True)
-    >>> plan([Word(2, 4, 4), Word(1, 0, 3)])
+    >>> plan([GroupWord(2, 4, 4), GroupWord(1, 0, 3)])
     Plan(kind='tcp', number=0, is_new=False)
     """
     kinds = {word.kind for word in words} - {0}
@@ -198,7 +198,7 @@ class Payloads:
         self.asked, self._device, self._host, self._timeout_s = asked, device, host, timeout_s
         self._reason = reason if reason or dist.is_gloo_available() else REASONS[-1]
         self.kind = asked if asked != "auto" else ""
-        self.tell: Callable[[Choice], None] = lambda choice: None
+        self.tell: Callable[[Carrier], None] = lambda choice: None
         self._lock = threading.Lock()
         self._group: Group | None = None
         self._newest = 0
@@ -212,9 +212,9 @@ class Payloads:
             return
         reason = self._reason or ("a relay carries what it sends" if is_relayed else "")
         launch, gpu = number_of(os.environ.get(ENV_LAUNCH, "")), gpu_of(self._device)
-        own = Said(REASONS.index(reason), view.network_rtt_s, launch, gpu)
+        own = Circumstances(REASONS.index(reason), view.network_rtt_s, launch, gpu)
         rows = view.swap(torch.tensor(own, dtype=torch.float64, device=HOST), "the choice of a link")
-        said = [Said(int(row[0]), float(row[1]), int(row[2]), int(row[3])) for row in rows]
+        said = [Circumstances(int(row[0]), float(row[1]), int(row[2]), int(row[3])) for row in rows]
         choice = choose(self.asked, view.regions, said)
         failure: GroupBroken | None = None
         if choice.kind != "tcp" and view.num_regions > 1:
@@ -230,16 +230,16 @@ class Payloads:
                         f"regions.link={self.asked}, and {why}. gloo and NCCL listen on ports that the system chooses: all "
                         "machines must reach each other on all of them. Set regions.link=tcp if they do not."
                     )
-                choice = Choice("tcp", f"{choice.why}, but {why}")
+                choice = Carrier("tcp", f"{choice.why}, but {why}")
         self._take(*choice)
 
-    def word(self, members: tuple[Member, ...]) -> Word:
+    def word(self, members: tuple[Member, ...]) -> GroupWord:
         """What this process tells the others with its trailer, for an attempt of these members."""
         with self._lock:
             group = self._group
             has = group is not None and group.members == members and not group.is_busy
             number = group.number if group is not None and has else 0
-            return Word(KINDS.index(self.kind), number, self._newest)
+            return GroupWord(KINDS.index(self.kind), number, self._newest)
 
     @property
     def must_hear(self) -> bool:
@@ -254,13 +254,13 @@ class Payloads:
         `rows`: end with the words of all; they are here if this process `must_hear` them.
         """
         if not self.must_hear or view.num_regions == 1:
-            yield Frames
+            yield WireRows
             return
-        agreed = plan([Word.read(row) for row in rows])
+        agreed = plan([GroupWord.read(row) for row in rows])
         if agreed.kind != self.kind:
             self._take(agreed.kind, "so the other regions say")
         if agreed.kind == "tcp":
-            yield Frames
+            yield WireRows
             return
         group = self._make(view, agreed, members) if agreed.is_new else self._group
         if group is None or group.number != agreed.number:
@@ -284,7 +284,7 @@ class Payloads:
 
     def _take(self, kind: str, why: str) -> None:
         self.kind = kind
-        self.tell(Choice(kind, why))
+        self.tell(Carrier(kind, why))
 
     def _make(self, view: View, agreed: Plan, members: tuple[Member, ...]) -> "Group":
         """Make the group of all regions of a view. Raises GroupBroken, in each region that fails."""

@@ -49,7 +49,7 @@ from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending, 
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .part import Standing, back, beat, enter
-from .process_group import Choice, GroupBroken, Payloads
+from .process_group import Carrier, GroupBroken, Payloads
 from .records import Record
 from .speaking import AnyClient
 from .stopping import StopAgreement
@@ -840,7 +840,7 @@ class TcpLink:
             self._told_ways = ways
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
-    def _tell_choice(self, choice: Choice) -> None:
+    def _tell_choice(self, choice: Carrier) -> None:
         """Say how payloads travel from now on: in the log, and in the journal."""
         is_given_up = choice.kind == "tcp" and self._part.submitted > 0
         logger.log(

@@ -37,10 +37,9 @@ from ..coordinator.messages import (
 )
 from ..coordinator.rules import end_in_words
 from ..errors import CocodcError, DonorLost, LeftBehind, LinkError, RunOver
-from ..link.backends import why_tcp
+from ..link.backends import payloads_of
 from ..link.base import Link
 from ..link.log import Marker
-from ..link.process_group import Payloads
 from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
 from ..net.addresses import Unreachable, own_address
@@ -159,8 +158,7 @@ class RegionContext:
         largest_base: bytes that a base of this model has at most.
         num_lanes: lanes of this region, which share the rate limit.
         is_one_voice: whether its ranks share their decisions (see `TcpLink`).
-        lane: of this process.
-        device: of its model.
+        lane, device: of this process, and of its model.
     """
 
     region: int
@@ -259,13 +257,7 @@ class RegionContext:
             lane=self.lane,
             num_lanes=self.num_lanes,
             is_one_voice=self.is_one_voice,
-            payloads=Payloads(
-                self.regions.link,
-                self.device,
-                self.host,
-                self.regions.timeout_s,
-                why_tcp(self.regions, self.keys is not None),
-            ),
+            payloads=payloads_of(self.regions, self.keys is not None, self.device, self.host),
         )
 
 

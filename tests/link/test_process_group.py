@@ -19,12 +19,12 @@ from hf_cocodc.link.process_group import (
     KINDS,
     REASONS,
     SEALED,
-    Choice,
+    Carrier,
+    Circumstances,
     Group,
+    GroupWord,
     Payloads,
     Plan,
-    Said,
-    Word,
     choose,
     plan,
 )
@@ -35,11 +35,11 @@ from hf_cocodc.parts.codecs.cast import Cast
 from tests.link.memory import Regions, at_once
 
 TCP, GLOO, NCCL = (KINDS.index(kind) for kind in ("tcp", "gloo", "nccl"))
-NEAR, FAR = Said(0, 0.0005, 0, 0), Said(0, 0.03, 0, 0)
+NEAR, FAR = Circumstances(0, 0.0005, 0, 0), Circumstances(0, 0.03, 0, 0)
 
 
 def test_auto_takes_what_the_slowest_round_trip_allows() -> None:
-    assert choose("auto", (0, 1), [NEAR, NEAR]) == Choice("gloo", "round trips take 0.5 ms")
+    assert choose("auto", (0, 1), [NEAR, NEAR]) == Carrier("gloo", "round trips take 0.5 ms")
     kind, why = choose("auto", (0, 1), [NEAR, FAR])
     assert kind == "tcp" and "30 ms" in why
 
@@ -47,8 +47,8 @@ def test_auto_takes_what_the_slowest_round_trip_allows() -> None:
 @pytest.mark.parametrize("reason", range(1, len(REASONS)))
 def test_auto_is_tcp_if_one_region_has_a_reason(reason: int) -> None:
     """Also where all have GPUs of one launch; the line names the region and the reason."""
-    said = [Said(0, 0.0005, 7, 1), Said(reason, 0.0005, 7, 2)]
-    assert choose("auto", (0, 3), said) == Choice("tcp", f"region 3: {REASONS[reason]}")
+    said = [Circumstances(0, 0.0005, 7, 1), Circumstances(reason, 0.0005, 7, 2)]
+    assert choose("auto", (0, 3), said) == Carrier("tcp", f"region 3: {REASONS[reason]}")
 
 
 @pytest.mark.parametrize(
@@ -64,31 +64,31 @@ def test_auto_is_tcp_if_one_region_has_a_reason(reason: int) -> None:
 def test_auto_is_nccl_for_gpus_of_one_launch(
     launches: tuple[int, int], gpus: tuple[int, int], kind: str
 ) -> None:
-    said = [Said(0, 0.0005, launch, gpu) for launch, gpu in zip(launches, gpus, strict=True)]
+    said = [Circumstances(0, 0.0005, launch, gpu) for launch, gpu in zip(launches, gpus, strict=True)]
     assert choose("auto", (0, 1), said).kind == kind
 
 
 def test_a_link_that_is_named_is_taken() -> None:
     """Whatever the round trips are; with a secret, the line says what that means."""
-    assert choose("gloo", (0, 1), [FAR, FAR]) == Choice("gloo", "regions.link=gloo")
-    sealed = choose("gloo", (0, 1), [Said(REASONS.index(SEALED), 0.03, 0, 0)] * 2)
+    assert choose("gloo", (0, 1), [FAR, FAR]) == Carrier("gloo", "regions.link=gloo")
+    sealed = choose("gloo", (0, 1), [Circumstances(REASONS.index(SEALED), 0.03, 0, 0)] * 2)
     assert sealed.kind == "gloo" and "does not encrypt" in sealed.why
 
 
 def test_regions_keep_a_group_only_if_all_have_it() -> None:
-    has = Word(GLOO, 4, 4)
+    has = GroupWord(GLOO, 4, 4)
     assert plan([has, has]) == Plan("gloo", 4)
-    assert plan([has, Word(GLOO, 0, 6)]) == Plan("gloo", 7, is_new=True)
-    assert plan([has, Word(GLOO, 3, 4)]) == Plan("gloo", 5, is_new=True)
-    assert plan([has, Word(0, 0, 0)]) == Plan("gloo", 5, is_new=True)  # a newcomer
-    assert plan([has, Word(TCP, 0, 4)]) == Plan("tcp")
-    assert plan([has, Word(NCCL, 4, 4)]) == Plan("tcp")
+    assert plan([has, GroupWord(GLOO, 0, 6)]) == Plan("gloo", 7, is_new=True)
+    assert plan([has, GroupWord(GLOO, 3, 4)]) == Plan("gloo", 5, is_new=True)
+    assert plan([has, GroupWord(0, 0, 0)]) == Plan("gloo", 5, is_new=True)  # a newcomer
+    assert plan([has, GroupWord(TCP, 0, 4)]) == Plan("tcp")
+    assert plan([has, GroupWord(NCCL, 4, 4)]) == Plan("tcp")
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e300, 17.0])
 def test_a_word_that_nobody_sends_is_that_of_a_newcomer(wrong: float) -> None:
     row = to_row(Trailer(), (wrong, 0.0, 4.0))
-    assert Word.read(row) == Word(0, 0, 4)
+    assert GroupWord.read(row) == GroupWord(0, 0, 4)
 
 
 class Runs:
@@ -287,6 +287,9 @@ def test_a_thread_that_was_left_alone_brings_no_group_back() -> None:
     with Runs(2) as run:
         payloads, view = run.regions.links[0]._payloads, run.regions.links[0].view
         view.revoke()
-        with pytest.raises(LinkError), payloads.opened(view, (), [to_row(Trailer(), Word(GLOO, 0, 0))] * 2):
+        with (
+            pytest.raises(LinkError),
+            payloads.opened(view, (), [to_row(Trailer(), GroupWord(GLOO, 0, 0))] * 2),
+        ):
             pass
         assert payloads._group is None
