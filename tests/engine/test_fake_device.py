@@ -350,11 +350,11 @@ def test_a_transfer_is_few_calls_of_torch(codec: str, merge: str, rests_on_host:
 @pytest.mark.parametrize(
     ("method", "codec", "training", "link"),
     [
-        ("diloco", "fp32", 10.5, 5.5),
-        ("diloco", "int8", 10.5, 10.5),
-        ("streaming", "fp4", 10.5, 20),
-        ("muloco", "int4", 10.5, 11.5),
-        ("cocodc", "int8", 28.5, 10.5),
+        ("diloco", "fp32", 9.5, 4.5),
+        ("diloco", "int8", 9.5, 9.5),
+        ("streaming", "fp4", 10.5, 19),
+        ("muloco", "int4", 9.5, 10.5),
+        ("cocodc", "int8", 28.5, 9.5),
     ],
 )
 def test_how_much_memory_of_the_device_a_transfer_moves(
