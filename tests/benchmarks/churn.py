@@ -26,6 +26,7 @@ from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.errors import CocodcError, InputError
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.outer import METHODS
+from hf_cocodc.settings.regions import LINKS
 from tests.coordinator.regions import ask
 from tests.processes.coming_worker import HURRY, step_of
 from tests.processes.forks import fork, rank_env, torch_master
@@ -78,9 +79,10 @@ class Churn:
         story: the mishaps, in words.
     """
 
-    def __init__(self, seed: int, steps: int, folder: Path) -> None:
+    def __init__(self, seed: int, steps: int, folder: Path, link: str) -> None:
         self._rng = random.Random(seed)
         self._folder, (self.setting, self._count) = folder, draw(self._rng, steps)
+        self.setting.regions["link"] = link
         self._checks = Checks(folder, self.setting)
         self.wrong = self._checks.wrong
         self.story: list[str] = []
@@ -313,11 +315,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="how many (default: 10)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="(default: 0)")
     parser.add_argument("--steps", type=int, default=100, help="inner steps of each run (default: 100)")
+    parser.add_argument(
+        "--link", choices=LINKS, default="auto", help="regions.link (default: auto, on one machine gloo)"
+    )
     options = parser.parse_args()
     failed = []
     for seed in range(options.first, options.first + options.seeds):
         folder, began = Path(tempfile.mkdtemp(prefix=f"churn-{seed}-")), time.monotonic()
-        churn = Churn(seed, options.steps, folder)
+        churn = Churn(seed, options.steps, folder, options.link)
         churn()
         outer = churn.setting.outer
         kind = f"{outer['method']} {outer.get('codec', '')}, {'elastic' if churn.is_elastic else 'fixed'}"

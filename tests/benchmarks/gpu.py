@@ -1,9 +1,9 @@
 """What synchronizing costs on a GPU: `python -m tests.benchmarks.gpu --minutes 8 --json gpu.json`.
 
 It trains a Llama on random tokens with Trainer on one GPU, in one process or in two regions that share it, and sends over
-loopback TCP: alone, with each method, and with torchft's DiLoCo if it is installed (`pip install torchft==0.2.0`). It also runs
-the tests that need a GPU, and measures codecs, sends and landings beside a copy. What is worth most comes first; what the
-minutes do not suffice for is listed as not run. Nothing is downloaded.
+loopback, by gloo where no row says tcp: alone, with each method, and with torchft's DiLoCo if it is installed (`pip install
+torchft==0.2.0`). It also runs the tests that need a GPU, and measures codecs, sends and landings beside a copy. What is worth
+most comes first; what the minutes do not suffice for is listed as not run. Nothing is downloaded.
 
 Without a GPU, or with --tiny, all of it is tiny: a rehearsal of about a minute and a half, whose figures say nothing.
 """
@@ -121,11 +121,13 @@ class Training(NamedTuple):
     regions: int = 2
     interval: int = 20
     size: str = SMALL
+    link: str = "gloo"
 
     @property
     def title(self) -> str:
+        over = "" if self.link == "gloo" else f" over {self.link}"
         where = "one region" if self.regions == 1 else f"{self.regions} regions"
-        return f"{self.name}, {self.size}, {where}, H = {self.interval}"
+        return f"{self.name}{over}, {self.size}, {where}, H = {self.interval}"
 
 
 def plan() -> Iterator[Training | str]:
@@ -135,6 +137,7 @@ def plan() -> Iterator[Training | str]:
     large = [each._replace(size=LARGE) for each in (alone, diloco, rest[0], *first[1:])]
     yield from (each._replace(regions=1) for each in (alone, diloco))
     yield from (alone, *first)
+    yield from (each._replace(link="tcp") for each in first[:2])
     yield from (CODECS, OUTER, TESTS)
     yield from (*large[:3], *rest)
     yield from (Training(name, torchft=settings) for name, settings in PEERS.items())
@@ -296,6 +299,7 @@ class Study:
             interval=interval,
             outer=job.outer,
             torchft=job.torchft,
+            link=job.link,
             coordinator=self.coordinator,
         )
         if job.torchft is not None:

@@ -148,7 +148,11 @@ def train(place: Region, row: dict[str, Any], device: torch.device) -> dict[str,
     ours = None
     if row["outer"] is not None:
         regions = RegionConfig(
-            region=place.region, count=place.count, coordinator=row["coordinator"], run=row["row"]
+            region=place.region,
+            count=place.count,
+            coordinator=row["coordinator"],
+            run=row["row"],
+            link=row["link"],
         )
         ours = CoCoDCCallback(OuterConfig(sync_interval=row["interval"], **row["outer"]), regions)
     clock = Clock(begin, end, device, ours)

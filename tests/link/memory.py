@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.link.process_group import Payloads
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.wire import Wire
@@ -87,10 +88,12 @@ def met(
     return client, wire
 
 
-def linked(address: str, region: int, terms: Terms, join: bool = False, **how: Any) -> TcpLink:
+def linked(
+    address: str, region: int, terms: Terms, join: bool = False, payloads: Payloads | None = None, **how: Any
+) -> TcpLink:
     """The link of such a process; for `how` see `met`."""
     client, wire = met(address, region, terms, join, **how)
-    return TcpLink(client, terms, wire, timeout_s=wire.timeout_s)
+    return TcpLink(client, terms, wire, timeout_s=wire.timeout_s, payloads=payloads)
 
 
 class Regions:
@@ -99,16 +102,23 @@ class Regions:
     Args:
         count: number of regions at the start.
         elastic: whether the run goes on without a lost region.
+        payloads: makes, for a region, how its payloads travel; by default over its connections.
     """
 
-    def __init__(self, count: int, elastic: bool = True) -> None:
+    def __init__(
+        self,
+        count: int,
+        elastic: bool = True,
+        payloads: Callable[[int], Payloads] = lambda region: Payloads(),
+    ) -> None:
+        self._payloads = payloads
         self.served = serve_in_thread()
         self._terms = Terms(count=count, most=count + 2, wait_s=3600.0 * elastic, timeout_s=SILENT_S)
         self.links = at_once(*(partial(self.link, region) for region in range(count)))
 
     def link(self, region: int, join: bool = False) -> TcpLink:
         """A process that has met the others; or a newcomer."""
-        return linked(self.served.address, region, self._terms, join)
+        return linked(self.served.address, region, self._terms, join, self._payloads(region))
 
     def begin_again(self, link: TcpLink) -> None:
         """Be a newcomer, after `part_with`."""

@@ -32,6 +32,7 @@ from hf_cocodc.link.records import Trailer, to_row
 from hf_cocodc.link.tcp import TcpLink
 from hf_cocodc.parts.codecs.base import Coder, Conversation, Message, Result
 from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.tensors.memory import HOST, Home
 from tests.link.memory import Regions, at_once
 
 TCP, GLOO, NCCL = (KINDS.index(kind) for kind in ("tcp", "gloo", "nccl"))
@@ -92,17 +93,19 @@ def test_a_word_that_nobody_sends_is_that_of_a_newcomer(wrong: float) -> None:
 
 
 class Runs:
-    """Links of a run, whose payloads travel as `asked`."""
+    """Links of a run, whose payloads travel as `asked`, for models on these devices."""
 
-    def __init__(self, count: int, asked: str = "gloo") -> None:
-        made = partial(Payloads, asked, timeout_s=20.0)
-        with patch("hf_cocodc.link.tcp.Payloads", made):
-            self.regions = Regions(count)
+    def __init__(self, count: int, asked: str = "gloo", devices: Sequence[torch.device] = ()) -> None:
+        self._devices = devices or [HOST] * count
+        self.regions = Regions(
+            count, payloads=lambda region: Payloads(asked, self._devices[region], timeout_s=20.0)
+        )
 
     def mean(self, *regions: int, coder: Coder | None = None, step: int = 0) -> list[Arrival]:
         """The mean of what all regions bring, or those that are named."""
         links = [link for link in self.regions.links if not regions or link.region in regions]
-        return at_once(*(partial(mean, link, coder or Cast(torch.float32), step) for link in links))
+        coder = coder or Cast(torch.float32)
+        return at_once(*(partial(mean, link, coder, step, self._devices[link.region]) for link in links))
 
     def __enter__(self) -> Runs:
         return self
@@ -115,15 +118,16 @@ def values_of(region: int, step: int) -> Tensor:
     return torch.randn(5_000, generator=torch.Generator().manual_seed(100 * step + region))
 
 
-def mean(link: TcpLink, coder: Coder, step: int) -> Arrival:
-    values = values_of(link.region, step)
+def mean(link: TcpLink, coder: Coder, step: int, device: torch.device) -> Arrival:
+    values = values_of(link.region, step).to(device)
 
     def converse() -> Conversation:
         reply = yield Message(values, coder)
         return Result(reply.mean, reply.own, {})
 
     trailer = Trailer(fragment=0, inner_step=step)
-    request = MeanRequest(converse, values.numel(), lambda: trailer, f"fragment 0 sent at step {step}")
+    what = f"fragment 0 sent at step {step}"
+    request = MeanRequest(converse, values.numel(), lambda: trailer, what, home=Home(device))
     return link.mean(request).wait()
 
 
