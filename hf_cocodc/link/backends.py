@@ -28,7 +28,7 @@ def expected(regions: RegionConfig, has_secret: bool, rtt_s: float) -> tuple[str
     why = why_tcp(regions, has_secret)
     if why and regions.link == "auto":
         return "tcp", why
-    return choose(regions.link, [0], [Circumstances(REASONS.index(why), rtt_s, 0, 0)])
+    return choose(regions.link, (0, 1), [Circumstances(REASONS.index(why), rtt_s, 0, 0)] * 2)
 
 
 def refuse_backend(link: str, device: str = "cuda", regions_here: int = 1) -> None:

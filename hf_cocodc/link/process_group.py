@@ -173,6 +173,11 @@ class GroupBroken(LinkError):
     """A process group has failed, or was not made. It does not say which region is to blame."""
 
 
+def _broken(error: Exception) -> GroupBroken:
+    """In one line: what follows in torch's messages are places in its source."""
+    return GroupBroken(short(str(error).partition("\n")[0].rstrip(". "), 300))
+
+
 class Payloads:
     """How the payloads of a link travel.
 
@@ -296,7 +301,7 @@ class Payloads:
             named = dist.PrefixStore(f"hf_cocodc/{agreed.number}", store)
             group = _GROUPS[agreed.kind](named, view, self._host, self._device, self._timeout_s)
         except (OSError, RuntimeError, ValueError) as error:
-            raise GroupBroken(short(error, 300)) from error
+            raise _broken(error) from error
         group.number, group.members, group.store = agreed.number, members, store
         with self._lock:
             view.check()  # a thread that was left alone must not bring its group back
@@ -471,7 +476,7 @@ class GroupRows:
             raise
         except RuntimeError as error:
             self._view.check()
-            raise GroupBroken(short(error, 300)) from error
+            raise _broken(error) from error
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_cocodc.link.process_group import Said, choose, gpu_of
+from hf_cocodc.link.process_group import Circumstances, choose, gpu_of
 from hf_cocodc.parts.codecs.base import Coder
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
@@ -48,7 +48,7 @@ def test_three_transfers_after_a_lost_region() -> None:
 def test_one_gpu_has_one_number() -> None:
     cuda = torch.device("cuda", 0)
     assert gpu_of(cuda) == gpu_of(cuda) > 0
-    shared = Said(0, 0.0001, 7, gpu_of(cuda))
+    shared = Circumstances(0, 0.0001, 7, gpu_of(cuda))
     assert choose("auto", (0, 1), [shared, shared]).kind == "gloo"
 
 
