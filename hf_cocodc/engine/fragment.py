@@ -174,7 +174,8 @@ class FragmentState:
         kept = None if snapshot is None else self.local.split(snapshot)
         sums = [torch.zeros((), dtype=torch.float64, device=home.device)]
         for index, (grad, part) in enumerate(zip(*map(self.local.split, (outer_grad, base)), strict=True)):
-            local = self.local.read(index, None if kept is None or home.is_apart else kept[index])
+            into = None if kept is None or home.is_apart else kept[index]
+            local = self.local.read(index, into, spare=None if home.is_apart else grad)
             if kept is not None:
                 home.store(kept[index], local)
             # against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift

@@ -38,14 +38,18 @@ class LocalParams:
         self.cuts: list[Cut] = cuts(numels, most)
         self._parts = _parts(self.params, self.cuts)
 
-    def read(self, index: int, into: Tensor | None = None) -> Tensor:
-        """The values of a slice in fp32, on their device: written to `into`, or perhaps the parameter's own memory."""
+    def read(self, index: int, into: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
+        """The values of a slice in fp32, on their device: written to `into`; or else perhaps the parameter's own memory, and
+        perhaps `spare`.
+        """
         parts = self._parts[index]
         if into is None:
             [first, *others] = parts
             is_plain = first.dim() == 1 and first.dtype == torch.float32 and first.device == self.device
             if is_plain and not others:
                 return first
+            into = spare
+        if into is None:
             into = torch.empty(self.cuts[index].numel, dtype=torch.float32, device=self.device)
         copy_all_(self._views(index, into), parts)
         return into
