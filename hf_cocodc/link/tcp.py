@@ -80,6 +80,7 @@ class TcpLink:
     Attributes:
         events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways", "link")
             and facts.
+        carrier: what carries payloads of means, if it was chosen, and why.
         ending: what this region says when the link is closed in good order.
         beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
         switched: regions that have come in and left with the last change.
@@ -100,6 +101,7 @@ class TcpLink:
         is_one_voice: bool = False,
         payloads: Payloads | None = None,
     ) -> None:
+        self.carrier: Carrier | None = None
         self._payloads = payloads or Payloads()
         self._payloads.tell = self._tell_choice
         self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
@@ -841,13 +843,11 @@ class TcpLink:
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
     def _tell_choice(self, choice: Carrier) -> None:
-        """Say how payloads travel from now on: in the log, and in the journal."""
-        is_given_up = choice.kind == "tcp" and self._part.submitted > 0
-        logger.log(
-            logging.WARNING if is_given_up else logging.INFO,
-            "payloads of means travel over %s%s: %s.",
-            *(choice.kind, " from now on" if is_given_up else "", choice.why),
-        )
+        """Keep how payloads travel from now on, and write it to the journal. Who has made the link says the first choice."""
+        self.carrier = choice
+        if self._part.submitted:
+            level = logging.WARNING if choice.kind == "tcp" else logging.INFO
+            logger.log(level, "payloads of means travel over %s from now on: %s.", *choice)
         self.events.append(("link", {"link": choice.kind, "why": choice.why}))
 
     def _reach(self, other: Member) -> tuple[Whereabouts, str]:

@@ -375,6 +375,8 @@ def _enter(context: RegionContext, client: AnyClient, wire: Wire) -> TcpLink:
             "%d connections to each other region, round trip %.1f ms (%s)",
             *(link.view.connections, 1000 * link.view.rtt_s, ways),
         )
+        if link.carrier is not None and not isinstance(client, RankClient):
+            announce("payloads of means travel over %s: %s", *link.carrier)
     if isinstance(client, RankClient):
         link.events = deque(maxlen=0)  # the leader keeps the journal
         keep_lane(link, RegionSession(context, link))

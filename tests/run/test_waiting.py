@@ -125,6 +125,7 @@ def test_a_script_sees_that_its_regions_have_met(setting: str, is_seen: bool) ->
     ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ("all 2 regions of run 'mine' have met: " in ended.stderr) == is_seen
+    assert ("payloads of means travel over gloo: round trips take " in ended.stderr) == is_seen
 
 
 def test_a_region_waits_for_a_name_that_is_not_known_yet(
