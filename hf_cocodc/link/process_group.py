@@ -343,7 +343,7 @@ class Group:
     def __init__(
         self, store: dist.Store, view: View, host: str, device: torch.device, timeout_s: float
     ) -> None:
-        self.rank, self._timeout = view.region, timedelta(seconds=timeout_s)
+        self.rank, self._others, self._timeout = view.region, view.others, timedelta(seconds=timeout_s)
         self._phases = itertools.count()
         self._made = self._make(store, view, host, device)
 
@@ -375,10 +375,14 @@ class Group:
         work.wait(self._timeout)
 
     def abort(self) -> None:
-        """End all operations, here and in the others: one that is not in time closes all connections of a gloo group."""
-        with contextlib.suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8, device=HOST)
-            self._made.recv([nothing], 0 if self.rank else 1, _ABORT).wait(timedelta(milliseconds=1))
+        """End all operations, here and in the others: one that is not in time closes all connections of a gloo group.
+
+        One with a region that has closed its connection before fails at once, and closes nothing.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8, device=HOST)
+        for other in self._others:
+            with contextlib.suppress(RuntimeError):
+                self._made.recv([nothing], other, _ABORT).wait(timedelta(milliseconds=1))
 
 
 class NcclGroup(Group):

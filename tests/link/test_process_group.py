@@ -287,6 +287,29 @@ def test_a_wait_ends_when_the_attempt_is_void() -> None:
             torch.testing.assert_close(arrival.result.mean, expected((0, 1), 1))
 
 
+def test_every_region_that_aborts_ends_the_waits_for_it() -> None:
+    """Also one whose group has failed because another region had aborted before it."""
+    with Runs(3) as run:
+        run.mean()
+        first, second, third = (link._payloads._group for link in run.regions.links)
+        assert first is not None and second is not None and third is not None
+        broken = first.receive(torch.empty(1, dtype=torch.uint8), 1, 5)
+        waiting = third.receive(torch.empty(1, dtype=torch.uint8), 0, 5)
+        second.abort()
+        with pytest.raises(RuntimeError):
+            broken.wait()
+        first.abort()
+        ended = threading.Thread(target=lambda: ends_with_an_error(waiting))
+        ended.start()
+        ended.join(10)
+        assert not ended.is_alive()
+
+
+def ends_with_an_error(work: Any) -> None:
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
 def test_a_thread_that_was_left_alone_brings_no_group_back() -> None:
     with Runs(2) as run:
         payloads, view = run.regions.links[0]._payloads, run.regions.links[0].view
