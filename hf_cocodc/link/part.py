@@ -73,7 +73,8 @@ class Part:
         lanes: how to reach all processes that it knows; `gone` has those that have left before they came in.
         paired: by region, the process to which this one is connected.
         meeting: processes to which it connects now; `unpaired`: why that has failed the last time.
-        closed: processes that have closed their connections to the coordinator, and when.
+        closed: processes that have closed their connections to the coordinator, and when; `cut`: those whose connections were
+            reset, or on which nothing came through, and when.
         notes: by region, its last word about why it leaves.
     """
 
@@ -105,6 +106,7 @@ class Part:
     meeting: frozenset[Member] = frozenset()
     unpaired: Mapping[Member, str] = field(default_factory=dict)
     closed: Mapping[Member, float] = field(default_factory=dict)
+    cut: Mapping[Member, float] = field(default_factory=dict)
     notes: Mapping[int, str] = field(default_factory=dict)
 
     @property

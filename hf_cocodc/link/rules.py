@@ -299,13 +299,16 @@ def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:
 
 
 def why_lost(
-    part: Part, other: Member, broken_at: float, is_refused: bool, now: float
+    part: Part, other: Member, broken_at: float, is_refused: bool, is_closed: bool, now: float
 ) -> Literal["died", "unreachable"] | None:
     """Why a process is lost whose connections broke at `broken_at` and have not come back; None while they may.
 
     `is_refused`: whether its machine refuses new ones, or a router or proxy before it: that alone says nothing of the process.
+    `is_closed`: whether it has closed one of the broken ones in good order, and not reset it, as far as this process has seen.
     """
     closed_at = part.closed.get(other, -math.inf)
+    if is_refused and is_closed:  # the system of a killed process resets a connection that has unread bytes
+        closed_at = max(closed_at, part.cut.get(other, -math.inf))
     if closed_at >= broken_at - _CLOSED_S and (is_refused or now - max(broken_at, closed_at) > _RETURN_S):
         return "died"
     return "unreachable" if now - broken_at > part.terms.timeout_s else None
@@ -338,7 +341,7 @@ class _MemberWork:
                 if self.heeds(message):
                     self.hear(message, awaits, now)
             case Away():
-                self.change(answers=False, undecided="")
+                self.change(answers=False, undecided="", cut={})
             case Waited():
                 self.waited(event)
             case Connected(member=member):
@@ -409,9 +412,15 @@ class _MemberWork:
             case Suspect():
                 self.suspect(message, awaits)
             case Hears(member=member, hears=hears, cut=cut):
-                closed = {each: at for each, at in state.closed.items() if each != member}
-                # who was cut off may be there
-                self.change(closed=closed if hears or cut else {**closed, member: now})
+                closed, cuts = (
+                    {each: at for each, at in known.items() if each != member}
+                    for known in (state.closed, state.cut)
+                )
+                if not hears and not cut:
+                    closed[member] = now
+                elif not hears and state.answers:  # one that has just come back waits for all
+                    cuts[member] = now
+                self.change(closed=closed, cut=cuts)
             case Waiting(why=why):
                 self.change(answers=False, undecided=why)
             case Resumed():

@@ -311,9 +311,9 @@ class TcpLink:
             self._changed.wait_for(lambda: region in self._part.notes, wait_s)
             return self._part.notes.get(region)
 
-    def _why_lost(self, region: int, broken_at: float, is_refused: bool) -> str | None:
+    def _why_lost(self, region: int, broken_at: float, is_refused: bool, is_closed: bool) -> str | None:
         other = self._part.paired.get(region, Member(region, 0))
-        return rules.why_lost(self._part, other, broken_at, is_refused, time.monotonic())
+        return rules.why_lost(self._part, other, broken_at, is_refused, is_closed, time.monotonic())
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from .keys import Altered
 from .large import Swallowed
 from .pacing import pace, set_congestion
-from .pipe import CLOSED, CiphersFor, Pipe
+from .pipe import CLOSED, CiphersFor, Closed, Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class Connection:
         broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
         whole_since: when it has got its present socket, or its last one.
         lost_at: when it has ended; infinite before.
+        is_closed: whether the other end has closed its last socket (`Closed`), and it has got no other one.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Connection:
         self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
         self.broken_at = self.whole_since = time.monotonic()
-        self.lost_at = math.inf
+        self.lost_at, self.is_closed = math.inf, False
         self._reads = self._writes = self._asks = self._is_asked = False
         self._changed = threading.Condition()
         self._attaching = threading.Lock()
@@ -224,7 +225,7 @@ class Connection:
                         operation.keep()
                     self._tune(connected)
                     self._pipe = self._last = pipe
-                    self.broken_at, self.whole_since = math.inf, time.monotonic()
+                    self.broken_at, self.whole_since, self.is_closed = math.inf, time.monotonic(), False
                     self._outgoing.put(None)
                     self._changed.notify_all()
         except BaseException as error:
@@ -320,6 +321,7 @@ class Connection:
             if pipe is None or self._pipe is not pipe or self._error is not None:
                 return
             self._pipe, self.broken_at = None, time.monotonic()
+            self.is_closed = isinstance(error, Closed)
             self._changed.notify_all()
             with contextlib.suppress(OSError):
                 pipe.socket.shutdown(socket.SHUT_RDWR)

@@ -21,7 +21,7 @@ from .keys import Ciphers, Keys, ciphers
 from .pipe import CiphersFor
 from .port import Port, dial
 from .reaching import NotReached, Search
-from .recovery import Denied, Judge, Recovery, stream_verdict
+from .recovery import Denied, Recovery, stream_verdict
 from .relay import role_at_relay, ticket
 
 T = TypeVar("T")
@@ -34,6 +34,8 @@ ASSUMED_RATE = 125e6
 _USABLE = 0.25
 """Share of a socket's buffer that counts as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
+_LINE = 64
+"""The number of the connection on which nobody sends anything."""
 STREAMS = 65, 255
 """The smallest and the largest number of a stream. Smaller ones are of the connections that a pair always has."""
 _LOOK_S = 0.2
@@ -49,7 +51,8 @@ class Pair:
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed.
-        judge: says when a connection that broke will not come back.
+        judge: the error if the other region is lost, from when a connection broke, whether its machine denies new ones, and
+            whether it has closed one in good order; None while it may come back.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
@@ -70,7 +73,7 @@ class Pair:
         timeout_s: float,
         own: str = "",
         keys: Keys | None = None,
-        judge: Judge = lambda broken_at, is_denied: None,
+        judge: Callable[[float, bool, bool], ConnectionLost | None] = lambda *facts: None,
         relay: tuple[str, int] | None = None,
     ) -> None:
         self._ids, self._agreed, self._keys = (region, other), agreed, keys
@@ -86,7 +89,12 @@ class Pair:
         self._token = self._resumes = self._role = b""
         self._sealing: Keys | None = None
         self._congestion: str | None = None
-        self._recovery = Recovery(self._call_again, judge, self._end)
+        self._line: Connection | None = None
+        self._recovery = Recovery(
+            self._call_again,
+            lambda broken_at, is_denied: judge(broken_at, is_denied, self._has_closed_one),
+            self._end,
+        )
         self._stream_recovery = Recovery(self._call_again, self._judge_stream)
         self._came: dict[int, socket.socket] = {}
         self._streams: dict[int, Connection] = {}
@@ -103,7 +111,7 @@ class Pair:
         self._search.close()
         with self._changed:
             came, self._came = self._came, {}
-        for connection in self.connections:
+        for connection in self._lasting:
             connection.close()
         for unclaimed in came.values():
             unclaimed.close()
@@ -153,7 +161,11 @@ class Pair:
         self._attach(self.control, connection)
 
     def widen(self, count: int, congestion: str | None = None) -> None:
-        """Make payload connections; the end that made the first call makes all. Raises LinkError if they cannot be made."""
+        """Make payload connections; the end that made the first call makes all. Raises LinkError if they cannot be made.
+
+        The system of a process that is killed resets the connections that have unread bytes, and closes the others in good
+        order. So there is one more, on which nobody sends anything.
+        """
         numbers = range(1, count + 1)
         self._congestion = congestion
         self.bulk = [
@@ -162,9 +174,14 @@ class Pair:
         self._look_whether_closed()
 
         def make(number: int) -> None:
-            self._attach(self.bulk[number - 1], self._open(number, self._timeout_s))
+            if number == _LINE:
+                self._line = self.stream(number, self._timeout_s)
+                self._look_whether_closed()
+            else:
+                self._attach(self.bulk[number - 1], self._open(number, self._timeout_s))
 
-        side_by_side([partial(make, number) for number in numbers], count)
+        lines = () if self.way == "relayed" else (_LINE,)
+        side_by_side([partial(make, number) for number in (*numbers, *lines)], count + 1)
 
     def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Connection:
         """Open a stream: a connection for one long conversation, beside the transfers. Whoever has opened it closes it.
@@ -327,6 +344,15 @@ class Pair:
         """Payload connection `index`, or the control connection."""
         assert self.control is not None
         return self.control if index is None else self.bulk[index % len(self.bulk)]
+
+    @property
+    def _lasting(self) -> list[Connection]:
+        return self.connections if self._line is None else [*self.connections, self._line]
+
+    @property
+    def _has_closed_one(self) -> bool:
+        """Whether the other end has closed a connection in good order that may come back, and has not."""
+        return any(each.is_closed and math.isinf(each.lost_at) for each in self._lasting)
 
     @property
     def connections(self) -> list[Connection]:

@@ -24,6 +24,15 @@ _STATE = struct.Struct("=2x2B4x48xI44x16x2Q12xI")
 _NO_RTT = (1 << 32) - 1
 _GONE_MS = 30_000
 _UNANSWERED = 2
+_CLOSE_WAIT = 8
+
+
+class Closed(ConnectionResetError):
+    """The other end has closed the socket in good order, as far as the kernel says so: it was not reset, also not since."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ECONNRESET, CLOSED)
+
 
 CiphersFor = Callable[[bytes, bytes], Ciphers]
 """From the nonces of this end and of the other one: the ciphers of a socket, which no other socket has."""
@@ -113,5 +122,13 @@ def _fill(connected: socket.socket, memory: memoryview) -> None:
     while filled < len(memory):
         came = connected.recv_into(memory[filled:], 0, socket.MSG_WAITALL)
         if not came:
-            raise ConnectionResetError(errno.ECONNRESET, CLOSED)
+            raise Closed if _is_half_closed(connected) else ConnectionResetError(errno.ECONNRESET, CLOSED)
         filled += came
+
+
+def _is_half_closed(connected: socket.socket) -> bool:
+    """Whether the other end alone has closed a socket. One that was reset looks alike to all but the first who hears of it."""
+    try:
+        return connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT
+    except (OSError, AttributeError):  # this end has closed it, too, or it is not Linux
+        return False

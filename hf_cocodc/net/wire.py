@@ -57,8 +57,8 @@ class Wire:
     Attributes:
         addresses: at which others reach this wire.
         relay: where the relay listens; None if there is none.
-        why_lost: "died" or "unreachable" once a region is lost, from when a connection to it broke and whether new ones are
-            refused; None while it may come back.
+        why_lost: "died" or "unreachable" once a region is lost, from when a connection to it broke, whether new ones are
+            refused, and whether it has closed one in good order; None while it may come back.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
@@ -83,7 +83,7 @@ class Wire:
         self.region, self.timeout_s = region, timeout_s
         self._asked = connections
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
-        self.why_lost: Callable[[int, float, bool], str | None] = self._is_late
+        self.why_lost: Callable[[int, float, bool, bool], str | None] = self._is_late
         self.relay: tuple[str, int] | None = None
         self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
@@ -238,11 +238,13 @@ class Wire:
             self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay
         )
 
-    def _is_late(self, region: int, broken_at: float, is_denied: bool) -> str | None:
+    def _is_late(self, region: int, broken_at: float, is_denied: bool, is_closed: bool) -> str | None:
         return "unreachable" if time.monotonic() - broken_at > self.timeout_s else None
 
-    def _judge(self, region: int, broken_at: float, is_denied: bool) -> ConnectionLost | None:
-        why = self.why_lost(region, broken_at, is_denied)
+    def _judge(
+        self, region: int, broken_at: float, is_denied: bool, is_closed: bool
+    ) -> ConnectionLost | None:
+        why = self.why_lost(region, broken_at, is_denied, is_closed)
         if why is None:
             return None
         return ConnectionLost(CLOSED) if why == "died" else NotBack("it has not come back in time")
@@ -288,7 +290,7 @@ class Wire:
         """
         by_region = {pair.region: pair for pair in pairs}
         with self._lock:
-            room = max(MAX_SOCKETS // max(len(self._pairs | by_region), 1) - 1, 1)
+            room = max(MAX_SOCKETS // max(len(self._pairs | by_region), 1) - 2, 1)
         first = self._view(by_region, FIRST)
         rtt_s = first.round_trip_s()
         wanted = connections_for(rtt_s, self._rate)

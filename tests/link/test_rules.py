@@ -508,15 +508,56 @@ def test_why_a_process_is_lost_whose_connections_broke(
     process.part = replace(process.part, terms=Terms(count=3, wait_s=3600.0, timeout_s=30.0))
     if closed_at is not None:
         process.do(HeardFrom(Hears(member=B, hears=False), now=closed_at))
-    assert why_lost(process.part, B, 100.0, is_refused, 100.0 + broken_s) == why
+    for is_closed in (False, True):
+        assert why_lost(process.part, B, 100.0, is_refused, is_closed, 100.0 + broken_s) == why
+
+
+@pytest.mark.parametrize(
+    ("broken_s", "is_refused", "is_closed", "cut_at", "why"),
+    [
+        # killed with unread bytes: the coordinator's connection is reset, another one closed in good order
+        (0.0, True, True, 100.0, "died"),
+        (0.0, True, True, 99.0, "died"),
+        # a router that restarts resets all connections, and refuses for a while
+        (29.0, True, False, 100.0, None),
+        # nobody can look at its port
+        (29.0, False, True, 100.0, None),
+        # the coordinator heard it again since
+        (2.0, True, True, 90.0, None),
+        (31.0, True, False, 100.0, "unreachable"),
+    ],
+)
+def test_why_a_process_is_lost_whose_connection_to_the_coordinator_was_reset(
+    broken_s: float, is_refused: bool, is_closed: bool, cut_at: float, why: str | None
+) -> None:
+    process = Process()
+    process.part = replace(process.part, terms=Terms(count=3, wait_s=3600.0, timeout_s=30.0))
+    process.do(HeardFrom(Hears(member=B, hears=False, cut=True), now=cut_at))
+    assert why_lost(process.part, B, 100.0, is_refused, is_closed, 100.0 + broken_s) == why
 
 
 def test_who_is_cut_off_from_the_coordinator_has_closed_nothing() -> None:
     process = Process()
     process.do(HeardFrom(Hears(member=B, hears=False, cut=True), now=100.0))
+    assert not process.part.closed and process.part.cut == {B: 100.0}
+    process.do(HeardFrom(Hears(member=B, hears=False), now=100.0))
+    assert not process.part.cut and process.part.closed == {B: 100.0}
+    process.do(HeardFrom(Hears(member=B, hears=True)))
     assert not process.part.closed
-    process.do(HeardFrom(Hears(member=B, hears=False), now=100.0), HeardFrom(Hears(member=B, hears=True)))
-    assert not process.part.closed
+    process.do(HeardFrom(Hears(member=B, hears=False, cut=True)), HeardFrom(Hears(member=B, hears=True)))
+    assert not process.part.cut
+
+
+def test_who_has_not_called_a_coordinator_that_is_back_was_not_cut_off() -> None:
+    """It says so of all that have not called yet. What broke this connection may have broken theirs."""
+    process = Process()
+    cut = HeardFrom(Hears(member=B, hears=False, cut=True), now=100.0)
+    process.do(cut, Away())
+    assert not process.part.cut
+    process.do(cut)
+    assert not process.part.cut
+    process.do(HeardFrom(Resumed(generation=FIRST)), cut)
+    assert process.part.cut == {B: 100.0}
 
 
 def test_a_suspect_is_missed_only_while_it_is_awaited() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import random
 import socket
@@ -117,6 +118,36 @@ def test_memory_of_a_void_message_is_the_connections_own(ends: Ends) -> None:
     send(ends[0], 2, 0, full(2))
     assert come(ask(ends[1], 2, 0)) == [2]
     assert come(taken) == [1]
+
+
+@pytest.mark.parametrize("has_unread", [False, True])
+def test_a_connection_knows_whether_the_other_end_has_closed_its_socket_in_good_order(
+    has_unread: bool,
+) -> None:
+    """Until it has another one. The system resets what a killed process has not read."""
+
+    def two() -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return socket.create_connection(server.getsockname()), server.accept()[0]
+
+    def answer(there: socket.socket) -> Pipe:
+        bare = Pipe(there)
+        bare.open(PATIENCE_S, None)
+        bare.send(bytes(8))
+        bare.fill(memoryview(bytearray(8)))
+        return bare
+
+    end = Connection("a", lambda connection: None)
+    for _ in range(2):
+        here, there = two()
+        at_once(partial(end.attach, here), partial(answer, there))
+        assert not end.is_closed
+        if has_unread:
+            send(end, 1, 1, full(1)).wait(PATIENCE_S)
+        there.close()
+        wait_until(lambda: end.broken_at < math.inf)
+        assert end.is_closed != has_unread
+    end.close()
 
 
 def test_the_end_of_a_connection_ends_all_that_waits(ends: Ends) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import math
 import random
+import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +25,7 @@ from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link.part import Part, Standing
 from hf_cocodc.link.rules import why_lost
 from hf_cocodc.net import recovery
-from hf_cocodc.net.connection import ConnectionLost, Operation
+from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.members import Member
 from hf_cocodc.net.port import dial
@@ -39,15 +42,18 @@ KEYS = Keys.from_secret(secret("a secret of the tests of recovery"))
 HERE, THERE = Member(0, 1), Member(1, 2)
 
 
-def judged(closed_at: float = -math.inf, timeout_s: float = 30.0) -> Callable[[int, float, bool], str | None]:
-    """What a link's rules say of the other region, which has closed its connection to the coordinator at a time."""
+def judged(
+    closed_at: float = -math.inf, timeout_s: float = 30.0, cut_at: float = -math.inf
+) -> Callable[[int, float, bool, bool], str | None]:
+    """What a link's rules say of the other region, whose connection to the coordinator was closed, or reset, at a time."""
     part = Part(
         me=HERE,
         terms=Terms(count=2, timeout_s=timeout_s),
         standing=Standing.MEMBER,
         closed={THERE: closed_at},
+        cut={THERE: cut_at},
     )
-    return lambda region, broken_at, denied: why_lost(part, THERE, broken_at, denied, time.monotonic())
+    return lambda region, *facts: why_lost(part, THERE, *facts, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ class Router:
 
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while chunk := one.recv(1 << 16):
+            while self._waits(one) and (chunk := one.recv(1 << 16)):
                 self.heard += chunk
                 if self.alters and len(chunk) > 1000:
                     self.alters -= 1
@@ -178,22 +184,31 @@ class Router:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
-        """Reset all connections."""
+    def _waits(self, one: socket.socket) -> bool:
+        """Wait for a chunk, not in the kernel: a socket is not reset while a thread is in it. False once it is closed."""
+        with contextlib.suppress(ValueError):
+            while not select.select([one], [], [], 0.02)[0]:
+                pass
+            return True
+        return False
+
+    def cut(self, resets: bool = False) -> None:
+        """Close all connections in good order, then reset them; or only reset them."""
         with self._lock:
             cut, self._open = self._open, set()
         for each in cut:
             with contextlib.suppress(OSError):
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                each.shutdown(socket.SHUT_RDWR)
+                if not resets:
+                    each.shutdown(socket.SHUT_RDWR)
                 self.num_cut += 1
             each.close()
 
-    def close(self) -> None:
+    def close(self, resets: bool = False) -> None:
         with contextlib.suppress(OSError):  # it is closed already
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        self.cut()
+        self.cut(resets)
 
 
 class Routed:
@@ -337,6 +352,38 @@ def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_to
             RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
         ):
             view.wait([pending], "a piece", may_be_late=True)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_region_whose_connection_to_the_coordinator_was_reset_is_lost_if_it_has_closed_another(
+    resets: bool,
+) -> None:
+    """Killed with unread bytes. A router that restarts resets all connections: then the region may come back."""
+    with routed(timeout_s=60.0) as both:
+        both.wires[0].why_lost = judged(timeout_s=60.0, cut_at=time.monotonic())
+        view = both.wires[0].view([0, 1], 1)
+        pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
+        both.router.close(resets)
+        with pytest.raises(TimeoutError if resets else ConnectionLost):
+            pending.operation.wait(1.0 if resets else PATIENCE_S)
+
+
+def test_one_connection_of_a_pair_has_no_unread_bytes() -> None:
+    """A killed process closes it in good order, whatever the process has not read."""
+
+    def unread(connection: Connection) -> int:
+        assert connection._last is not None
+        count = fcntl.ioctl(connection._last.socket, termios.FIONREAD, bytes(4))
+        return int(struct.unpack("i", count)[0])
+
+    with routed() as both:
+        here, there = (wire._pairs[1 - wire.region] for wire in both.wires)
+        wait_until(lambda: here._line is not None and math.isinf(here._line.broken_at))
+        for each in here.connections:
+            for _ in range(2):  # the header of the first one is read
+                each.send(Operation(1, 1, torch.zeros(1000, dtype=torch.uint8)))
+        wait_until(lambda: all(map(unread, there.connections)))
+        assert there._line is not None and not unread(there._line)
 
 
 @pytest.mark.parametrize("hidden", [HOST, "127.0.0.2"])

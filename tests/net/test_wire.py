@@ -393,7 +393,7 @@ def test_threads_end_with_their_connections() -> None:
     before = set(threading.enumerate())
     wires = connected(IDS, connections=4)
     others = len(wires) - 1
-    wait_until(lambda: len(_ours(before)) == len(wires) * (1 + others * 2 * (1 + 4)))
+    wait_until(lambda: len(_ours(before)) == len(wires) * (1 + others * 2 * (1 + 4 + 1)))
     wires[2].drop(5)
     for each in wires.values():
         each.close()

@@ -69,7 +69,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     store, waiting = (TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2))
     found: dict[str, torch.Tensor] = {}
     wire = Wire(region, 2, timeout_s=60.0)
-    wire.why_lost = lambda region, broken_at, is_refused: "died" if is_refused else None
+    wire.why_lost = lambda region, broken_at, is_refused, is_closed: "died" if is_refused else None
     store.set(f"wire/{ticket}", msgspec.json.encode(wire.whereabouts).decode())
     tickets = [1, 2, 3, ticket] if ticket == 5 else [1, 2, 3, 4]
 

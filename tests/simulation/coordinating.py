@@ -19,7 +19,7 @@ from hf_cocodc.coordinator.rules import (
 )
 from hf_cocodc.coordinator.state import revived
 
-from .network import Actor, Connection, Network
+from .network import RESET, Actor, Connection, Network
 
 COORDINATOR = "coordinator"
 _TICK_S, _FAREWELL_S = 0.5, 1.0
@@ -70,8 +70,8 @@ class Coordinator(Actor):
         super().thaw()
 
     def hear(self, connection: Connection, item: Any) -> None:
-        if item is None:
-            self._end(connection)
+        if item in (None, RESET):
+            self._end(connection, cut=item == RESET)
             return
         if connection not in self._numbers:
             self._next += 1
@@ -79,12 +79,12 @@ class Coordinator(Actor):
             self._by_number[self._next] = connection
         self._step(connection.about, Came(self._numbers[connection], item))
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: Connection, cut: bool = False) -> None:
         number = self._numbers.pop(connection, None)
         connection.close(self)
         if number is not None:
             del self._by_number[number]
-            self._step(connection.about, Ended(number))
+            self._step(connection.about, Ended(number, cut))
 
     def _tick(self) -> None:
         for name in list(self.runs):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 LONGEST_DELAY_S = 0.4
+RESET = "reset"
+"""What comes on a connection that was not closed in good order."""
 
 
 class Actor:
@@ -22,18 +24,19 @@ class Actor:
         self.connections: dict[Connection, None] = {}
 
     def hear(self, connection: "Connection", item: Any) -> None:
-        """Something has come; None: the other end has closed the connection."""
+        """Something has come; None: the other end has closed the connection; RESET: it has broken."""
         raise NotImplementedError
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
         self.network.at(self.network.now + delay_s, self, call)
 
     def kill(self) -> None:
-        """End without a word. The system closes the connections."""
+        """End without a word. The system closes the connections, and resets one that has unread bytes."""
         self.is_alive = self.is_frozen = False
         self.waiting.clear()
         for connection in list(self.connections):
-            connection.close(self)
+            has_unread = connection.kind == "coordinator" and self.network.chances.random() < 0.3
+            connection.close(self, RESET if has_unread else None)
 
     def freeze(self) -> None:
         self.is_frozen = self.is_alive
@@ -70,17 +73,17 @@ class Connection:
         self.arrives_at[receiver] = at + 1e-9
         network.at(at, receiver, lambda: self._arrive(sender, receiver, item))
 
-    def close(self, actor: Actor) -> None:
-        """Close this end; the other one hears of it after all that was sent."""
+    def close(self, actor: Actor, how: str | None = None) -> None:
+        """Close this end; the other one hears of it, as None or RESET, after all that was sent."""
         if actor not in self.closed_by:
-            self.send(actor, None)
+            self.send(actor, how)
             self.closed_by.add(actor)
             actor.connections.pop(self, None)
 
     def break_down(self) -> None:
         """Both ends hear that it has ended."""
         for actor, other in self.other.items():
-            self.send(other, None)
+            self.send(other, RESET)
             self.closed_by.discard(actor)
 
     def flush(self) -> None:
@@ -114,11 +117,11 @@ class Connection:
 
 class Network:
     """Args:
-    seed: of all delays.
+    seed: of all delays, and of `chances`: what else is left to chance.
     """
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        self.random, self.chances = random.Random(seed), random.Random(seed)
         self.now, self.num_events = 0.0, 0
         self.cuts: set[tuple[Hashable, Hashable]] = set()
         self.holding: dict[Connection, None] = {}

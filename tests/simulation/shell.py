@@ -31,7 +31,7 @@ from hf_cocodc.link.rules import Begin
 from hf_cocodc.link.voice import AllHold, Holds, ToCoordinator, ToRank, Voice, beat_of_all_ranks, heard, said
 from hf_cocodc.net.members import Member
 
-from .network import Actor, Connection
+from .network import RESET, Actor, Connection
 
 if TYPE_CHECKING:
     from .world import World
@@ -120,6 +120,7 @@ class Shell(Actor):
         self.failure: Exception | None = None
         self.pairs: dict[Member, Connection] = {}
         self._broken_at: dict[Member, float] = {}
+        self._closed: set[Member] = set()
         self.hand: Hand | None = None
         self._early: dict[tuple[int, int], list[tuple[Member, str, int]]] = {}
         self._before_start: list[Any] = []
@@ -247,8 +248,10 @@ class Shell(Actor):
             if other not in self.pairs:
                 broken_at = self._broken_at.setdefault(other, self.network.now)
                 is_refused = self.world.refuses(self, other)
-                why = rules.why_lost(self.part, other, broken_at, is_refused, self.network.now)
+                is_closed = other in self._closed
+                why = rules.why_lost(self.part, other, broken_at, is_refused, is_closed, self.network.now)
                 if why is not None:
+                    self.world.misses(self, other, why)
                     self.feed(rules.Missed(begin.number, begin.losses, other, why))
                     return
                 if not hand.is_looking:
@@ -298,7 +301,7 @@ class Shell(Actor):
     def hear(self, connection: Connection, item: Any) -> None:
         match connection.kind:
             case "coordinator" if connection is self.connection:
-                if item is None:
+                if item in (None, RESET):
                     self._disconnect()
                 elif self.voice is None or not self.has_started:
                     self._hear_coordinator(item)
@@ -320,11 +323,13 @@ class Shell(Actor):
 
     def _hear_pair(self, connection: Connection, item: Any) -> None:
         sender = connection.about[connection.other[self]]
-        if item is None:
+        if item in (None, RESET):
             connection.close(self)
             if self.pairs.get(sender) is connection:
                 del self.pairs[sender]
                 self._broken_at[sender] = self.network.now
+                if item is None:
+                    self._closed.add(sender)
         else:
             kind, number, losses, knows = item
             hand = self.hand
@@ -350,6 +355,7 @@ class Shell(Actor):
         if self.how is None and self.has_started and self.part.wants(other):
             self.pairs[other] = pair
             self._broken_at.pop(other, None)
+            self._closed.discard(other)
             self.feed(rules.Connected(other))
         else:
             pair.close(self)

@@ -43,6 +43,8 @@ MUTATIONS: list[tuple[str, ModuleType, str, str, str]] = [
      "*joined} - {*left}", "*joined}"),
     ("a call completes with the first have", link, "_MemberWork",
      "self.head(has=True)\n", "self.head(has=True)\n                    self.complete()\n"),
+    ("a killed process that has unread bytes is waited for", link, "why_lost",
+     "if is_refused and is_closed:", "if False:"),
     ("a transfer that stands is void", verdict, "settle",
      "if hold_next and all(hold_next):", "if hold_next and not all(hold_next):"),
     ("a result that one alone holds stands", verdict, "settle",

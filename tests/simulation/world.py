@@ -80,6 +80,11 @@ class Plan:
         return self.grace_s is None and all(each.kind in ("leave", "stop") for each in self.faults)
 
     @property
+    def loses_no_way(self) -> bool:
+        """Whether processes only end and start: network and coordinator are there all the time."""
+        return all(each.kind in ("kill", "start", "leave", "stop") for each in self.faults)
+
+    @property
     def loses_file(self) -> bool:
         """Whether a coordinator is started without the file, or several with copies: it may decide nothing for some members."""
         return any(
@@ -284,6 +289,11 @@ class World:
         """A coordinator that answers a process."""
         answering = [each for each in self.coordinators if self.network.reaches(process, each)]
         return self.network.random.choice(answering) if answering else None
+
+    def misses(self, shell: Shell, other: Member, why: str) -> None:
+        """A process misses another one. Who has only ended is not waited for until the time-out."""
+        if why == "unreachable" and self.plan.loses_no_way:
+            raise Violation(f"{shell.me} has waited {self.terms.timeout_s:g} s for {other}, which has ended")
 
     def _look_at_lost(self, decision: Decision) -> None:
         """A member that is well, and that all who go on reach, stays a member."""
