@@ -151,9 +151,9 @@ class MeanCall:
     def run(self) -> Arrival:
         with aside(self._request.home.device):
             view, what, payloads = self._view, self._request.what, self._payloads
-            row = to_row(self._request.trailer(), payloads.word(self._parties))
-            swap = view.begin_swap(row, what)
-            if payloads.must_hear:
+            word = payloads.word(self._parties)
+            swap = view.begin_swap(to_row(self._request.trailer(), word), what)
+            if word.must_hear:
                 view.wait(swap.pending, what, may_be_late=True)
             with payloads.opened(view, self._parties, swap.values) as rows_of:
                 return self._exchange(swap, rows_of)

@@ -140,6 +140,11 @@ class GroupWord(NamedTuple):
         numbers = [int(each) if 0 <= each < 2**53 else 0 for each in row.tolist()[-len(cls._fields) :]]
         return cls(numbers[0] if numbers[0] < len(KINDS) else 0, *numbers[1:])
 
+    @property
+    def must_hear(self) -> bool:
+        """Whether the payloads of who says it may leave only once the words of all have come."""
+        return KINDS[self.kind] != "tcp"
+
 
 class Plan(NamedTuple):
     """What words come to: how payloads travel, and the number of the group; `is_new` if it is to be made."""
@@ -246,19 +251,15 @@ class Payloads:
             number = group.number if group is not None and has else 0
             return GroupWord(KINDS.index(self.kind), number, self._newest)
 
-    @property
-    def must_hear(self) -> bool:
-        """Whether payloads may leave only once the words of all have come."""
-        return self.kind != "tcp"
-
     @contextlib.contextmanager
     def opened(self, view: View, members: tuple[Member, ...], rows: Sequence[Tensor]) -> Iterator[RowsOf]:
         """Inside the block, what makes the way of payloads between the regions of a view. Raises GroupBroken if their group
         cannot be made.
 
-        `rows`: end with the words of all; they are here if this process `must_hear` them.
+        `rows`: end with the words of all; those of others are here if the own one says that this process `must_hear` them.
+        After an error the group is aborted.
         """
-        if not self.must_hear or view.num_regions == 1:
+        if not GroupWord.read(rows[view.region]).must_hear or view.num_regions == 1:
             yield WireRows
             return
         agreed = plan([GroupWord.read(row) for row in rows])
@@ -267,22 +268,31 @@ class Payloads:
         if agreed.kind == "tcp":
             yield WireRows
             return
-        group = self._make(view, agreed, members) if agreed.is_new else self._group
-        if group is None or group.number != agreed.number:
-            raise GroupBroken("it was aborted")
-        group.is_busy = True
-        yield partial(GroupRows, group)
-        group.is_busy = False  # after an error it stays busy: nobody uses it again
+        try:
+            group = self._make(view, agreed, members) if agreed.is_new else self._group
+            if group is None or group.number != agreed.number:
+                raise GroupBroken("it was aborted")
+            group.is_busy = True
+            yield partial(GroupRows, group)
+            group.is_busy = False  # after an error it stays busy: nobody uses it again
+        except GroupBroken:
+            self.abort(view)
+            raise
 
-    def has_broken(self, rounds: int, why: str) -> None:
+    def has_broken(self, view: View, rounds: int, why: str) -> None:
         """The group has broken so often in this attempt, here or in another region, and no region is lost."""
-        self.abort()
-        if rounds >= _ROUNDS and self.must_hear:
+        self.abort(view)
+        if rounds >= _ROUNDS and self.kind != "tcp":
             self._take("tcp", f"its process group broke {rounds} times although every region lives: {why}")
 
-    def abort(self) -> None:
-        """End what is under way in the group, here and in the others. It is not used again."""
+    def abort(self, view: View | None = None) -> None:
+        """End what is under way in the group, here and in the others. It is not used again.
+
+        `view`: of the thread that asks for it. Raises Revoked if that was left alone: the group may be its successor's.
+        """
         with self._lock:
+            if view is not None:
+                view.check()
             group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -293,7 +303,7 @@ class Payloads:
 
     def _make(self, view: View, agreed: Plan, members: tuple[Member, ...]) -> "Group":
         """Make the group of all regions of a view. Raises GroupBroken, in each region that fails."""
-        self.abort()
+        self.abort(view)
         own, where = offer_store(self._host, not view.region)
         [told, *_] = view.swap(where, "the store of a process group")
         try:

@@ -472,11 +472,11 @@ class TcpLink:
         if reason is None and not has_ended and self.standing is Standing.MEMBER:
             reason = f"calls of region {self.region} had not ended after {self._timeout_s:g} s"
         thread = self._thread
-        self._payloads.abort()
-        if not has_ended:
+        if not has_ended:  # first: what an abort ends must not seem to have come
             self._fail_all(LinkError("the link is closed."))
-            if thread is not None:
-                thread.join(_LEAVE_S)
+        self._payloads.abort()
+        if not has_ended and thread is not None:
+            thread.join(_LEAVE_S)
         if self._following is not None:
             self._following.fail(LinkError("the link is closed."))
         if reason is not None:
@@ -597,7 +597,7 @@ class TcpLink:
                 if view.vote(failure is None, hand.what):
                     break
                 rounds += 1
-                self._payloads.has_broken(rounds, str(failure or "another region says why"))
+                self._payloads.has_broken(view, rounds, str(failure or "another region says why"))
             if self._is_one_voice:
                 alone = begin.number in self._led
                 self.send(Holds(number=begin.number, losses=begin.losses, alone=alone))
@@ -617,7 +617,6 @@ class TcpLink:
         try:
             result = attempt.run()
         except GroupBroken as failure:
-            self._payloads.abort()
             return failure
         with self._changed:
             if not self._is_in_hand(begin):

@@ -310,13 +310,35 @@ def ends_with_an_error(work: Any) -> None:
         work.wait()
 
 
-def test_a_thread_that_was_left_alone_brings_no_group_back() -> None:
+def test_what_a_region_has_said_counts_for_its_attempt() -> None:
+    """Its choice may change meanwhile, by a thread that was left alone: it does not wait for payloads where nobody sends any."""
+    with Runs(2) as run:
+        payloads = run.regions.links[1]._payloads
+        say = payloads.word
+
+        def word(members: Any) -> GroupWord:
+            said = say(members)
+            payloads.kind = "tcp"
+            return said
+
+        with patch.object(payloads, "word", word):
+            for arrival in run.mean():
+                torch.testing.assert_close(arrival.result.mean, expected((0, 1), 0))
+        run.mean(step=1)
+
+
+def test_a_thread_that_was_left_alone_leaves_the_group_alone() -> None:
+    """It neither brings its own back, nor ends that of its successor."""
     with Runs(2) as run:
         payloads, view = run.regions.links[0]._payloads, run.regions.links[0].view
+        group = payloads._group
         view.revoke()
         with (
             pytest.raises(LinkError),
             payloads.opened(view, (), [to_row(Trailer(), GroupWord(GLOO, 0, 0))] * 2),
         ):
             pass
-        assert payloads._group is None
+        with pytest.raises(LinkError):
+            payloads.has_broken(view, 2, "it was")
+        assert payloads._group is group is not None
+        assert kinds(run) == {"gloo"}
