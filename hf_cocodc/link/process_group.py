@@ -398,22 +398,44 @@ class Group:
 class NcclGroup(Group):
     """The same over NCCL: payloads stay on the GPU."""
 
+    _is_aborted = False
+    _row: list[Callable[[], Any]]
+
     def _make(self, store: dist.Store, view: View, host: str, device: torch.device) -> Any:
         if device.type != "cuda" or not dist.is_nccl_available():
             raise RuntimeError(f"the model is on {device.type}, or this torch has no NCCL")
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its index
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=365)  # the coordinator says who is lost
-        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):  # by default torch ends the process
+        options._timeout = _MAKE
+        # without it, torch watches the group in threads of its own, which end the process after an error
+        with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
             made = dist.ProcessGroupNCCL(store, view.region, view.num_regions, options)
-        made.eager_connect_single_device(device)
+        # who has failed does not come, and NCCL would wait for it without end
+        store.set(f"here/{view.region}", "")
+        store.wait([f"here/{region}" for region in range(view.num_regions)], _MAKE)
+        made.eager_connect_single_device(self.device)
         return made
 
     def begin(self) -> None:
-        self._made._start_coalescing()
+        self._row = []
 
     def end(self) -> Any:
-        return self._made._end_coalescing()
+        row, self._row = self._row, []
+        if not row:
+            return None
+        self._made._start_coalescing()
+        try:
+            for begin in row:
+                begin()
+        finally:  # or what this thread asks of NCCL later would wait for the end
+            work = self._made._end_coalescing()
+        return work
+
+    def send(self, payload: Tensor, other: int, tag: int) -> Any:
+        self._row.append(partial(self._made.send, [payload], other, tag))
+
+    def receive(self, buffer: Tensor, other: int, tag: int) -> Any:
+        self._row.append(partial(self._made.recv, [buffer], other, tag))
 
     def wait(self, work: Any, view: View) -> None:
         until = time.monotonic() + self._timeout.total_seconds()
@@ -424,11 +446,12 @@ class NcclGroup(Group):
                     f"nothing came within {self._timeout.total_seconds():g} s (regions.timeout_s)"
                 )
             time.sleep(_POLL_S)
-        if not work.is_success():
-            raise RuntimeError("NCCL has failed")
-        work.wait()  # the current stream does
+        if self._is_aborted:  # that completes what is under way, too
+            raise RuntimeError("it was aborted")
+        work.wait()  # the current stream does; raises how NCCL has failed
 
     def abort(self) -> None:
+        self._is_aborted = True
         with contextlib.suppress(RuntimeError):
             self._made.abort()
 

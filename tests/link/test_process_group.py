@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from hf_cocodc.link.process_group import (
     Circumstances,
     Group,
     GroupWord,
+    NcclGroup,
     Payloads,
     Plan,
     choose,
@@ -342,3 +344,84 @@ def test_a_thread_that_was_left_alone_leaves_the_group_alone() -> None:
             payloads.has_broken(view, 2, "it was")
         assert payloads._group is group is not None
         assert kinds(run) == {"gloo"}
+
+
+class FakeNccl:
+    """What torch 2.13 does, as far as an error goes: `is_success` of a work is none of it any more."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.is_open, self.began = fails, False, 0
+
+    def _start_coalescing(self) -> None:
+        assert not self.is_open
+        self.is_open = True
+
+    def _end_coalescing(self) -> FakeNccl:
+        self.is_open = False
+        return self
+
+    def send(self, tensors: list[Tensor], other: int, tag: int) -> None:
+        assert self.is_open
+        self.began += 1
+        if self.fails:
+            raise RuntimeError("NCCL error: remote process exited")
+
+    recv = send
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def wait(self) -> None:
+        if self.fails:
+            raise RuntimeError("NCCL error: remote process exited")
+
+    def abort(self) -> None:
+        pass
+
+
+@pytest.fixture
+def nccl(request: pytest.FixtureRequest) -> tuple[NcclGroup, FakeNccl]:
+    """A group over NCCL, or what stands for it."""
+    fake = FakeNccl(getattr(request, "param", False))
+    with patch.object(NcclGroup, "_make", lambda self, *arguments: fake):
+        view = SimpleNamespace(region=0, num_regions=2, others=[1])
+        return NcclGroup(None, view, "", HOST, 20.0), fake  # type: ignore[arg-type]
+
+
+def row(group: NcclGroup) -> Any:
+    group.begin()
+    group.receive(torch.empty(1, dtype=torch.uint8), 1, 0)
+    group.send(torch.empty(1, dtype=torch.uint8), 1, 0)
+    return group.end()
+
+
+def test_a_row_over_nccl_is_one_operation(nccl: tuple[NcclGroup, FakeNccl]) -> None:
+    group, fake = nccl
+    group.begin()
+    assert group.end() is None  # a region may have nothing in a row
+    work = row(group)
+    assert fake.began == 2 and not fake.is_open
+    group.wait(work, Any)
+
+
+@pytest.mark.parametrize("nccl", [True], indirect=True)
+def test_a_row_over_nccl_that_fails_is_ended(nccl: tuple[NcclGroup, FakeNccl]) -> None:
+    """Or the thread's later groups would be part of it."""
+    group, fake = nccl
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="remote process"):
+            row(group)
+        assert not fake.is_open
+    with pytest.raises(RuntimeError, match="remote process"):
+        group.wait(fake, Any)
+
+
+def test_what_an_abort_of_nccl_completes_has_not_come(nccl: tuple[NcclGroup, FakeNccl]) -> None:
+    group, _ = nccl
+    work = row(group)
+    group.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.wait(work, Any)
