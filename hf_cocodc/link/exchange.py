@@ -8,6 +8,7 @@ Values stay on their device. Payloads, a codec's bytes, come to where they trave
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Protocol
 
@@ -167,7 +168,9 @@ class Exchange:
             rows.finish()
         self._home.finish_copies()  # the next message comes into this memory
         self._buffers.give(*self._lent)
-        return Reply(mean, self._decode_own)
+        payloads = [payload for owned in self._own.values() for payload in owned]
+        parts = [part for owner in self._own for part in self._slices[owner]]
+        return Reply(mean, partial(decode_slices, payloads, self._coder, parts))
 
     def _reduce(
         self, index: int, part: slice, mean: Tensor, shares: Sequence[float], divisor: float | None
@@ -249,11 +252,6 @@ class Exchange:
         buffer = self._buffers.take(num_bytes, torch.uint8)
         self._lent.append(buffer)
         return buffer
-
-    def _decode_own(self) -> Tensor:
-        """The values that this region's own payloads encode, on the device."""
-        parts = [part for owner in self._own for part in self._slices[owner]]
-        return decode_slices([each for owned in self._own.values() for each in owned], self._coder, parts)
 
 
 def _slice(flat: Tensor, part: slice) -> Tensor:

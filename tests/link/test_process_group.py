@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -310,6 +312,20 @@ def test_every_region_that_aborts_ends_the_waits_for_it() -> None:
 def ends_with_an_error(work: Any) -> None:
     with pytest.raises(RuntimeError):
         work.wait()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_has_landed_keeps_no_group(count: int) -> None:
+    """Nor what came from others: over NCCL that lies on the GPU."""
+    with Runs(count) as run:
+        arrivals = run.mean()
+        groups = [weakref.ref(link._payloads._group) for link in run.regions.links]
+        for link in run.regions.links:
+            link._payloads.abort()
+        gc.collect()
+        assert [group() for group in groups] == [None] * count
+        for region, arrival in enumerate(arrivals):
+            assert torch.equal(arrival.result.own(), values_of(region, 0))
 
 
 def test_what_a_region_has_said_counts_for_its_attempt() -> None:
