@@ -31,6 +31,7 @@ from ..net.members import Member
 from ..net.view import View
 from ..parts.tensors.memory import HOST
 from ..settings.environment import ENV_LAUNCH
+from ..threads import NativeThread
 from .exchange import Lend, RowsOf, Sizes, WireRows
 
 KINDS = "", "tcp", "gloo", "nccl"
@@ -451,7 +452,11 @@ class NcclGroup(Group):
         work.wait()  # the current stream does; raises how NCCL has failed
 
     def abort(self) -> None:
+        """NCCL may take its time for it: nobody waits."""
         self._is_aborted = True
+        NativeThread(self._abort, "hf_cocodc-abort").start()
+
+    def _abort(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._made.abort()
 
