@@ -44,11 +44,11 @@ class Runs:
         """Let a method of the local params raise the error at its call `at`."""
         sound, calls = getattr(fragment.LocalParams, name), []
 
-        def hurt(*args: Any) -> Any:
+        def hurt(*args: Any, **named: Any) -> Any:
             calls.append(name)
             if len(calls) == at:
                 raise error
-            return sound(*args)
+            return sound(*args, **named)
 
         with self._patch.context() as patch:
             patch.setattr(fragment.LocalParams, name, hurt)
