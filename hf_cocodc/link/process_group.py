@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LinkError, short
+from ..errors import LinkError, RegionLostError, short
 from ..net.addresses import listen_at
 from ..net.members import Member
 from ..net.view import View
@@ -33,6 +33,7 @@ from ..parts.tensors.memory import HOST
 from ..settings.environment import ENV_LAUNCH
 from ..threads import NativeThread
 from .exchange import Lend, RowsOf, Sizes, WireRows
+from .records import from_row, to_row
 
 KINDS = "", "tcp", "gloo", "nccl"
 """How payloads travel: regions tell each other places in it. A newcomer, which has heard of none yet, says the first one."""
@@ -77,6 +78,18 @@ class Circumstances(NamedTuple):
     rtt_s: float
     launch: int
     gpu: int
+
+
+def _read(row: Tensor, region: int) -> Circumstances:
+    """What a region has told. Raises RegionLostError if no region of this version tells it."""
+    said = from_row(Circumstances, row, region)
+    if said.reason not in range(len(REASONS)):
+        raise RegionLostError(
+            region,
+            f"region {region} has reason {said.reason} for its link, and there are {len(REASONS)}: what it sends cannot be "
+            "believed. Look at its last output, and start it again.",
+        )
+    return said
 
 
 class Carrier(NamedTuple):
@@ -224,8 +237,8 @@ class Payloads:
         reason = self._reason or ("a relay carries what it sends" if is_relayed else "")
         launch, gpu = number_of(os.environ.get(ENV_LAUNCH, "")), gpu_of(self._device)
         own = Circumstances(REASONS.index(reason), view.network_rtt_s, launch, gpu)
-        rows = view.swap(torch.tensor(own, dtype=torch.float64, device=HOST), "the choice of a link")
-        said = [Circumstances(int(row[0]), float(row[1]), int(row[2]), int(row[3])) for row in rows]
+        rows = view.swap(to_row(own), "the choice of a link")
+        said = [_read(row, region) for region, row in zip(view.regions, rows, strict=True)]
         choice = choose(self.asked, view.regions, said)
         failure: GroupBroken | None = None
         if choice.kind != "tcp" and view.num_regions > 1:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.errors import LinkError
+from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import process_group
 from hf_cocodc.link.base import Arrival, MeanRequest
 from hf_cocodc.link.process_group import (
@@ -94,6 +94,16 @@ def test_regions_keep_a_group_only_if_all_have_it() -> None:
 def test_a_word_that_nobody_sends_is_that_of_a_newcomer(wrong: float) -> None:
     row = to_row(Trailer(), (wrong, 0.0, 4.0))
     assert GroupWord.read(row) == GroupWord(0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"reason": 99}, {"reason": -1}, {"reason": 0.5}, {"launch": float("nan")}, {"gpu": float("inf")}],
+)
+def test_circumstances_that_nobody_tells_are_their_regions_fault(wrong: dict[str, Any]) -> None:
+    told = to_row(Circumstances(0, 0.001, 0, 0)._replace(**wrong))
+    with pytest.raises(RegionLostError, match="region 3 .* cannot be believed"):
+        process_group._read(told, 3)
 
 
 class Runs:
