@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.shares import Shares
 from hf_cocodc.link.base import Link
-from hf_cocodc.net.connection import Connection, Operation
+from hf_cocodc.link.exchange import Exchange
 from hf_cocodc.net.pipe import Pipe
 from tests.processes.coming_worker import take_time
 from tests.toys import VOCAB, llama, params_of
@@ -62,18 +63,20 @@ def lie(weight: float) -> None:
 
 
 def flip(last: int) -> None:
-    """Alter the next payload on its way: flip bits of its last byte."""
-    send = Connection.send
+    """Alter the next payload on its way to one region: flip bits of its last byte."""
+    send = Exchange._send
 
     @functools.wraps(send)
-    def altered(self: Connection, operation: Operation) -> None:
-        if operation.memory.numel() > 1000:
-            Connection.send = send  # type: ignore[method-assign]
-            operation.memory = operation.memory.clone()
-            operation.memory[-1] ^= last
-        send(self, operation)
+    def altered(self: Exchange, rows: Any, index: int, payload: Tensor, others: Sequence[int]) -> None:
+        if others and payload.numel() > 1000:
+            Exchange._send = send  # type: ignore[method-assign]
+            wrong = payload.clone()
+            wrong[-1] ^= last
+            send(self, rows, index, wrong, others[:1])
+            others = others[1:]
+        send(self, rows, index, payload, others)
 
-    Connection.send = altered  # type: ignore[method-assign]
+    Exchange._send = altered  # type: ignore[method-assign]
 
 
 def flip_sealed() -> None:

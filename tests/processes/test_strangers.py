@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,16 +37,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [None, 1], ids=["fixed", "elastic"])
+@pytest.mark.parametrize(
+    ("least", "body", "link"),
+    [(None, with_few_files, "tcp"), (1, with_few_files, "tcp"), (1, loop, "gloo")],
+    ids=["fixed", "elastic", "gloo"],
+)
 def test_strangers_change_no_number(
-    least: int | None, undisturbed: list[torch.Tensor], tmp_path: Path
+    least: int | None,
+    body: Callable[..., None],
+    link: str,
+    undisturbed: list[torch.Tensor],
+    tmp_path: Path,
 ) -> None:
     """Garbage and silence at every port of both processes and of the coordinator, while they train: the same bits as without.
 
-    At each port there are more strangers than a process may open files.
+    At each port there are more strangers than a process may open files; but gloo ends a process that can open no more.
     """
     assert GARBAGE + HALF_OPEN > FEW_FILES
-    run = Run(tmp_path, 2, with_few_files, STEPS, 0.2, "streaming", least)
+    run = Run(tmp_path, 2, body, STEPS, 0.2, "streaming", least, link=link)
     for region in range(2):
         run.wait_for_step(region, 3)
     ports = ports_of(*(process.pid for process in run.processes.values()))
