@@ -109,6 +109,13 @@ def _flip(gathered: bool) -> Callable[..., None]:
     return begin
 
 
+def _flip_sealed(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+    """One bit of what is sealed, on the network."""
+    from tests.processes.numbers_worker import flip_sealed
+
+    _after(inner, place.damaged_at, flip_sealed)
+
+
 def overhear(folder: Path) -> None:
     """Write every greeting of this process for the coordinator to a file, as somebody on the network could."""
     from hf_cocodc.coordinator import caller
@@ -135,4 +142,5 @@ DAMAGES: dict[str, Callable[..., None]] = {
     "trailer": _weight,
     "flip": _flip(gathered=False),
     "flip back": _flip(gathered=True),
+    "flip sealed": _flip_sealed,
 }

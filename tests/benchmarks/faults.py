@@ -199,11 +199,11 @@ FAULTS = [
     ),
     Fault(
         "a bit flips, with a secret",
-        "flip",
+        "flip sealed",
         SYNC,
         {},
         True,
-        sees="is not what that region has sent",
+        sees="altered on its way",
     ),
     Fault("every hello replayed, with a secret", secret=True, events=once("calls", EARLY, replays)),
     Fault(
