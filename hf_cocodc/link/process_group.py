@@ -5,9 +5,10 @@ bytes without the interpreter, and NCCL from GPU to GPU. All else that regions s
 also tell what each has of the group, records, votes, broadcasts and bases.
 
 A group is made for the members of an attempt, and anew when they change or it has broken. Nothing of it says which region is
-lost: connections and coordinator do. So a region that has an error aborts its group, which ends the waits of all others, and
-says so in the vote that ends an attempt (`View.vote`). All then make the attempt again with a new group; if that breaks, too,
-although every region lives, payloads travel over the connections from then on.
+lost: connections and coordinator do. So a region that has an error aborts its group, and says so in the vote that ends an
+attempt (`View.vote`). With gloo, an abort ends the waits of all others at once; with NCCL they may last `regions.timeout_s`. All
+then make the attempt again with a new group; if that breaks, too, although every region lives, payloads travel over the
+connections from then on.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.parts.tensors.flat import local_shard
 from hf_cocodc.run.journal import read
 from tests.methods import small
-from tests.processes.loop_worker import begin
+from tests.processes.loop_worker import begin, train_once
 from tests.toys import batch
 
 STEPS = 9
@@ -28,11 +28,7 @@ def main(folder: str, link: str, names: list[str], sharded: bool) -> None:
             accelerator, model, optimizer, config, regions, max_steps=STEPS, journal=journal
         ) as outer:
             while outer.inner_step < STEPS:
-                tokens = batch(2 * region + rank, outer.inner_step)
-                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                outer.step()
+                train_once(accelerator, model, optimizer, outer, batch(2 * region + rank, outer.inner_step))
             sent = outer.synchronizer.totals.bytes_sent
         own = torch.cat([local_shard(param).detach().flatten() for param in model.parameters()])
         found[name] = {"weights": own, "bytes": sent}

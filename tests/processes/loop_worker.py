@@ -101,6 +101,16 @@ def begin(lr: float, sharded: bool = False) -> tuple[Accelerator, Any, Any, int,
     return accelerator, model, optimizer, int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
 
 
+def train_once(
+    accelerator: Accelerator, model: Any, optimizer: Any, outer: OuterOptimizer, tokens: torch.Tensor
+) -> None:
+    """One inner step, and what is due after it."""
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    outer.step()
+
+
 def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> None:
     """A plain loop saves at SAVED_AT, trains to BACK_AT, loads what it has saved, and trains to BACK_AT once more."""
     accelerator, model, optimizer, region, rank = begin(1e-2, sharded)
@@ -108,11 +118,7 @@ def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> Non
     home, seen = Path(folder) / f"region-{region}", list[tuple[torch.Tensor, int]]()
     with OuterOptimizer(accelerator, model, optimizer, config, max_steps=STEPS) as outer:
         while outer.inner_step < STEPS:
-            tokens = batch(2 * region + rank, outer.inner_step)
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            outer.step()
+            train_once(accelerator, model, optimizer, outer, batch(2 * region + rank, outer.inner_step))
             if outer.inner_step == SAVED_AT and not seen:
                 accelerator.save_state(str(home))
             if outer.inner_step == BACK_AT:
@@ -132,11 +138,7 @@ def stop_twice(folder: str) -> None:
     ) as outer:
         for asks_at in (20, 60):
             while not outer.should_stop:
-                tokens = batch(2 * region + rank, outer.inner_step)
-                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                outer.step()
+                train_once(accelerator, model, optimizer, outer, batch(2 * region + rank, outer.inner_step))
                 if outer.inner_step == SAVED_AT and not stops:
                     accelerator.save_state(str(home))
                 if outer.inner_step == asks_at and region:
