@@ -112,10 +112,3 @@ def is_from(connection: socket.socket, host: str) -> bool:
     except (OSError, ValueError):
         return False
     return any(each[0] == address for *_, each in addresses)
-
-
-def free_port() -> int:
-    """A TCP port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

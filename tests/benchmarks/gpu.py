@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from typing import IO, Any, NamedTuple
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.parts.tensors.slices import cores
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
+from tests.listening import free_port
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 150.0
@@ -161,7 +161,7 @@ class Crew:
         if not self._workers:
             self._workers = [self._start(region) for region in range(2)]
         self._rows += 1
-        place = {"row": f"row-{self._rows}", "regions": regions, "port": _free_port()}
+        place = {"row": f"row-{self._rows}", "regions": regions, "port": free_port()}
         asked = self._workers[:regions]
         try:
             for worker in asked:
@@ -212,12 +212,6 @@ def _answers(workers: Sequence[subprocess.Popen], deadline: float) -> list[Any]:
                 raise RuntimeError(answer["failed"])
             found[output] = answer["found"]
     return [found[output] for output in outputs]
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @dataclass

@@ -25,8 +25,7 @@ from hf_cocodc.coordinator.caller import CONNECT_S, LoopThread, OpenCall, connec
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Back, Beat, Hello, Terms, ToRegion, Welcome, from_line
 from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
-from hf_cocodc.net.addresses import free_port
-from tests.listening import lanes
+from tests.listening import free_port, lanes
 
 NAMES = 400
 """Entries of what regions compare."""

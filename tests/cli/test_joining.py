@@ -19,10 +19,10 @@ from hf_cocodc.cli.status import look
 from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.snapshot import folders
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
+from tests.listening import free_port
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]

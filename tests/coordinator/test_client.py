@@ -18,7 +18,8 @@ from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Bye, Note, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError, MeetingRefused
-from hf_cocodc.net.addresses import free_port, own_address
+from hf_cocodc.net.addresses import own_address
+from tests.listening import free_port
 
 from ..net.swallowing import Swallowing
 from .regions import OTHER, SECRET, Region, hello, meet, part, socket_of, try_to_meet, wait_until

@@ -17,9 +17,9 @@ import pytest
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.net import relay as relaying
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.net.relay import JOINED, RelayProcess, role_at_relay, ticket
 from tests.coordinator.regions import OTHER, SECRET, wait_until
+from tests.listening import free_port
 
 HOST = "127.0.0.1"
 ABOUT = b"a pair"

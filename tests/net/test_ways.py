@@ -17,12 +17,12 @@ import torch
 
 from hf_cocodc.errors import LinkError
 from hf_cocodc.net import reaching
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.relay import RelayProcess
 from hf_cocodc.net.wire import Wire
 from tests.link.memory import at_once, connect, wait_until
+from tests.listening import free_port
 from tests.secret import secret
 
 HOST = "127.0.0.1"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.run.journal import read
+from tests.listening import free_port
 from tests.processes.test_failures import TIMEOUT_S, start
 
 STEPS = 12

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.run.journal import read
+from tests.listening import free_port
 from tests.processes.launching import ROOT, environment
 
 SCRIPT = ROOT / "recipes" / "launch" / "ray" / "regions.py"

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_cocodc.link.base import Link
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.training.simulation import simulate
+from tests.listening import free_port
 from tests.processes import worker
 from tests.processes.forks import TIMEOUT_S, fork, fork_regions
 from tests.processes.launching import (

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.run.split_world import split_as_asked
 from hf_cocodc.settings import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_SPLIT
+from tests.listening import free_port
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 from tests.processes.launching import ROOT, WORKER, accelerate, accelerate_on, environment, outcomes, run_all
 from tests.processes.test_regions import CONFIG, assert_all_ranks_equal

@@ -14,9 +14,9 @@ import torch
 
 from hf_cocodc.cli.status import lines
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.net.addresses import free_port
 from hf_cocodc.net.keys import Keys
 from tests.coordinator.test_server import process
+from tests.listening import free_port
 from tests.processes.coming_worker import events, loop
 from tests.processes.test_coming_and_going import Run
 from tests.secret import secret
