@@ -192,23 +192,25 @@ class Router:
             return True
         return False
 
-    def cut(self, resets: bool = False) -> None:
-        """Close all connections in good order, then reset them; or only reset them."""
+    def cut(self, closes: bool = True, resets: bool = True) -> None:
+        """Close all connections in good order, reset them, or first the one and then the other."""
         with self._lock:
             cut, self._open = self._open, set()
         for each in cut:
             with contextlib.suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                if not resets:
+                if resets:
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if closes:
                     each.shutdown(socket.SHUT_RDWR)
                 self.num_cut += 1
             each.close()
 
     def close(self, resets: bool = False) -> None:
+        """Refuse new connections; close the others in good order, or reset them."""
         with contextlib.suppress(OSError):  # it is closed already
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        self.cut(resets)
+        self.cut(closes=not resets, resets=resets)
 
 
 class Routed:
