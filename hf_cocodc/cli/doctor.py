@@ -14,6 +14,7 @@ from .joining import name_of
 from .part import part_of
 
 WRONG_EXIT = 2
+_WAIT_S = 60.0
 
 
 def register(subparsers: Any) -> None:
@@ -22,8 +23,9 @@ def register(subparsers: Any) -> None:
         help="check this machine before a run",
         description="Check this machine before a run, with the options of hf-cocodc train: packages, devices, memory, disk, "
         "data, network, coordinator. Each line is ok, warn or wrong, with a command that fixes the problem ('-': not known "
-        "here). Doctors of several regions compare their findings at the coordinator; with --wait they also call each other. "
-        "Nothing is trained. The exit code is 2 if something is wrong.",
+        "here). With --region and --coordinator, the doctors of all regions meet: they compare settings, model and data, and "
+        "connect as the run would; a run that trains is not disturbed. Nothing is trained. The exit code is 2 if something is "
+        "wrong.",
     )
     add_recipe(parser)
     parser.add_argument(
@@ -36,9 +38,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--wait",
         type=float,
-        default=0.0,
         metavar="S",
-        help="seconds to wait for the doctors of the other regions, so that they can call each other (default: 0, only compare)",
+        help=f"seconds to wait for the doctors of the other regions (default: {_WAIT_S:g}; 0: meet nobody)",
     )
     add_secret(parser)
     add_json(parser, "what was found")
@@ -46,7 +47,8 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check("--wait", options.wait, 0, 86_400)
+    if options.wait is not None:
+        check("--wait", options.wait, 0, 86_400)
     if options.json is not None:
         check_writable("--json", options.json)
     recipe = Recipe.load(options.recipe, options.overrides)
@@ -56,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(
             "--wait waits for the doctors of other regions: it needs --region and --coordinator."
         )
+    wait_s = _WAIT_S if options.wait is None else options.wait
     from ..tools.doctor.examine import Patient, examine
     from ..tools.doctor.facts import WRONG, lines
 
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"... {words}", file=sys.stderr, flush=True)
 
     findings = []
-    for each in examine(Patient(part.recipe, part.region, name_of(part.recipe), options.wait), tell):
+    for each in examine(Patient(part.recipe, part.region, name_of(part.recipe), wait_s), tell):
         print("\n".join(lines(each)), flush=True)
         findings.append(each)
     write_json(

@@ -270,7 +270,7 @@ class CoordinatorConnection:
     """A blocking connection to the coordinator at `address` (HOST:PORT).
 
     Args:
-        purpose: "region", "command", "status" or "doctor".
+        purpose: "region", "command", "status" or "echo".
         timeout_s: how long to keep trying while the coordinator does not answer.
         look: called several times a second meanwhile; what it raises goes to the caller.
 

@@ -61,8 +61,17 @@ def status(
     """The runs that these keys may see, or the one of this name (see `runs.overview`). `timeout_s` and `look`: see
     CoordinatorConnection, which also says what this raises.
     """
-    connection = CoordinatorConnection(address, run or "", "status", keys, timeout_s, look)
-    return list(_answer(connection, min(timeout_s, CONNECT_S))["runs"])
+    with contextlib.closing(
+        CoordinatorConnection(address, run or "", "status", keys, timeout_s, look)
+    ) as connection:
+        try:
+            line = connection.receive_line(min(timeout_s, CONNECT_S))
+        except ConnectionEnded as error:
+            raise MeetingError(f"{error}.") from error
+    answer = None if line is None else object_of(line)
+    if answer is None:
+        raise MeetingError(f"the coordinator at {address} does not answer within {timeout_s:g} s.")
+    return list(answer["runs"])
 
 
 def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> bool:
@@ -77,37 +86,6 @@ def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> boo
             if connection.receive_line(timeout_s) is None:
                 return False
     return True
-
-
-def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:
-    """The port of the relay on a coordinator's machine; None if there is none. Raises like CoordinatorConnection."""
-    answer = _answer(CoordinatorConnection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
-    return None if answer.get("relay") is None else int(answer["relay"])
-
-
-def told_by_doctors(
-    address: str, keys: Keys | None, run: str, region: int, report: dict[str, Any], timeout_s: float = 5.0
-) -> dict[int, dict[str, Any]]:
-    """Report what the doctor of a region has found; return the reports of all regions. Raises like CoordinatorConnection."""
-    connection = CoordinatorConnection(address, run, "doctor", keys, timeout_s=timeout_s)
-    answer = _answer(connection, timeout_s, {"region": region, "told": report})
-    return {int(each): content for each, content in answer["told"].items()}
-
-
-def _answer(
-    connection: CoordinatorConnection, timeout_s: float, question: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    with contextlib.closing(connection):
-        try:
-            if question is not None:
-                connection.send(question)
-            line = connection.receive_line(timeout_s)
-        except ConnectionEnded as error:
-            raise MeetingError(f"{error}.") from error
-    answer = None if line is None else object_of(line)
-    if answer is None:
-        raise MeetingError(f"the coordinator at {connection.address} does not answer within {timeout_s:g} s.")
-    return answer
 
 
 class Client:

@@ -58,8 +58,6 @@ _STOOD_S = 10.0
 _KEPT_S = 24 * 3600.0
 _MOST_KEPT = 1000
 """Runs without a connection that are remembered."""
-_MOST_BOARDS = 100
-_MOST_ON_BOARD = 64
 
 
 def lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> list[str]:
@@ -343,7 +341,6 @@ class Runs:
         self._later, self._file = later, file
         self._looked_at, self._stood_s, self._has_jumped = time.monotonic(), 0.0, False
         self._hosted: dict[tuple[str, str], Hosted] = {}
-        self._boards: dict[tuple[str, str], dict[int, Any]] = {}
         self._has_failed = False
         now = self._now()
         for key, state in [] if file is None else file.runs:
@@ -409,15 +406,6 @@ class Runs:
             for each in self._hosted.values()
             if each.key == key and name in ("", each.state.name) and (each.state.run or each.state.hellos)
         ]
-
-    def on_board(self, key: str, name: str, region: int, report: dict[str, Any]) -> dict[int, Any]:
-        """Keep what a region's doctor reports, and return the reports of all regions of this run."""
-        board = self._boards.pop((key, name), {})
-        board.pop(region, None)
-        self._boards[key, name] = board = dict([*board.items(), (region, report)][-_MOST_ON_BOARD:])
-        while len(self._boards) > _MOST_BOARDS:
-            del self._boards[next(iter(self._boards))]
-        return board
 
     def _forget(self, hosted: Hosted) -> None:
         del self._hosted[hosted.key, hosted.state.name]

@@ -34,8 +34,6 @@ from .state import StateFile
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOLD = 256 << 10
-"""Bytes of a doctor's report."""
 _TICK_S = 0.2
 _ALIVE_S = 1.0
 _EXPIRE_S = 60.0
@@ -214,8 +212,6 @@ class Coordinator:
                 self._hear_purpose(connection, line)
             case "region" | "command":
                 self._hear_message(connection, line)
-            case "doctor":
-                self._hear_doctor(connection, line)
             case "echo":  # whoever asks learns whether large messages pass
                 self._write(connection, line)
 
@@ -231,8 +227,8 @@ class Coordinator:
                 connection.allowance = self._allowance(connection.key, f"run {name}")
             case "status":
                 runs = self._runs.overview(connection.key, name)
-                self._write(connection, line_of({"runs": runs, "relay": self._relay}, 1 << 30))
-            case "doctor" | "echo":
+                self._write(connection, line_of({"runs": runs}, 1 << 30))
+            case "echo":
                 pass
             case _:
                 self._note_bad(connection, line[:200].decode(errors="replace"))
@@ -259,16 +255,6 @@ class Coordinator:
             hosted.note_ways(connection.who, message)
             return
         self._runs.came(hosted, connection.who, message)
-
-    def _hear_doctor(self, connection: _Connection, line: bytes) -> None:
-        message = object_of(line) or {}
-        region, report = message.get("region"), message.get("told")
-        if type(region) is not int or not isinstance(report, dict) or len(str(report)) > _MOST_TOLD:
-            self._note_bad(connection, line[:200].decode(errors="replace"))
-            return
-        board = self._runs.on_board(connection.key, connection.name, region, report)
-        answer = {"told": {str(each): content for each, content in board.items()}}
-        self._write(connection, line_of(answer, 1 << 30))
 
     def _note_bad(self, connection: _Connection, what: str) -> None:
         """A message is none of ours. A connection that sends many is closed."""

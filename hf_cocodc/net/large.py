@@ -4,8 +4,6 @@ A router or a tunnel may swallow packets that are too large for it, without a wo
 messages pass: only a round trip of some kilobytes shows it.
 """
 
-import socket
-
 SIZES = (4 << 10, 64 << 10)
 """Bytes of the messages that prove it, each way."""
 SWALLOWED = (
@@ -20,30 +18,3 @@ class Swallowed(OSError):
 
     def __init__(self) -> None:
         super().__init__(SWALLOWED)
-
-
-def prove(connection: socket.socket) -> None:
-    """Send messages of each size to an end that calls `echo`, and take them back. Raises Swallowed if one does not come in the
-    time-out of the connection, OSError if the other end closes it.
-    """
-    try:
-        for size in SIZES:
-            connection.sendall(bytes(size))
-            _take(connection, size)
-    except TimeoutError as error:
-        raise Swallowed from error
-
-
-def echo(connection: socket.socket) -> None:
-    """Send back what the other end sends to `prove` itself. Raises OSError if it does not come."""
-    for size in SIZES:
-        _take(connection, size)
-        connection.sendall(bytes(size))
-
-
-def _take(connection: socket.socket, size: int) -> None:
-    while size:
-        taken = len(connection.recv(size))
-        if not taken:
-            raise ConnectionResetError("the other end has closed the connection")
-        size -= taken

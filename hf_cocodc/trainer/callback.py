@@ -46,7 +46,7 @@ _TOO_LATE = (
     "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
 )
 
-_COMPARED = (
+COMPARED = (
     *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
@@ -366,7 +366,7 @@ class CoCoDCCallback(TrainerCallback):
 def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:
     """What this region's Trainer trains, an unwrapped model, with `more` facts by name."""
     args = trainer.args
-    facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in _COMPARED}
+    facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in COMPARED}
     facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,

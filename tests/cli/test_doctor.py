@@ -51,7 +51,7 @@ def test_what_is_wrong_ends_with_2(
     wrong = ["--set", "model.config.num_attention_heads=7", "--coordinator", "127.0.0.1:1", "--region", "0"]
     assert main(["doctor", "quickstart/diloco", *wrong, "--json", "found.json"]) == 2
     found = levels(tmp_path / "found.json")
-    assert found["recipe"] == found["coordinator"] == ["wrong"] and found["interface"] == ["ok"]
+    assert found["recipe"] == found["coordinator"] == ["wrong"] and found["address"] == ["ok"]
     wrong_lines = [
         each for each in json.loads(Path("found.json").read_text())["findings"] if each["level"] == "wrong"
     ]
@@ -176,20 +176,36 @@ def test_a_package_that_is_missing(
 
 
 @pytest.mark.slow
-def test_two_doctors_compare(tmp_path: Path) -> None:
-    """As processes, at a real coordinator: they call each other, and other data is found."""
+def test_two_doctors_meet(tmp_path: Path) -> None:
+    """As processes, at a real coordinator; then with other data, which both refuse."""
     server = serve_in_thread()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--region", str(region)]
-            + ["--coordinator", f"127.0.0.1:{server.port}", "--wait", "120", "--json", f"{region}.json"],
-            stdout=subprocess.DEVNULL,
-        )
-        for region in (0, 1)
-    ]
-    assert [process.wait(200) for process in processes] == [0, 0]
+
+    def doctors(*other: str) -> list[int]:
+        command = [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--wait", "120"]
+        command += ["--coordinator", f"127.0.0.1:{server.port}"]
+        processes = [
+            subprocess.Popen([*command, "--region", str(region), "--json", f"{region}.json", *more])
+            for region, more in ((0, ()), (1, other))
+        ]
+        return [process.wait(200) for process in processes]
+
+    assert doctors() == [0, 0]
     for region in (0, 1):
-        assert levels(tmp_path / f"{region}.json")[f"region {1 - region}"] == ["ok", "ok"]
-    other = ["--set", "data.split=test", "--region", "1", "--coordinator", f"127.0.0.1:{server.port}"]
-    assert main(["doctor", "quickstart/diloco", *other, "--json", "other.json"]) == 2
-    assert "wrong" in levels(tmp_path / "other.json")["region 0"]
+        found = levels(tmp_path / f"{region}.json")
+        assert found[f"region {1 - region}"] == found["regions"] == ["ok"]
+    assert doctors("--set", "training.learning_rate=0.5") == [2, 2]
+    assert all(levels(tmp_path / f"{region}.json")["regions"] == ["wrong"] for region in (0, 1))
+    server.close()
+
+
+def test_a_doctor_that_meets_nobody(tmp_path: Path) -> None:
+    """--wait 0; and a region that joins later has nobody to meet."""
+    server = serve_in_thread()
+    command = ["doctor", "quickstart/diloco", "--coordinator", f"127.0.0.1:{server.port}"]
+    for more in (
+        ["--region", "0", "--wait", "0"],
+        ["--region", "2", "--set", "regions.max=3", "--set", "regions.min=1"],
+    ):
+        assert main([*command, *more, "--json", "found.json"]) == 0
+        assert levels(tmp_path / "found.json").get("regions", ["-"]) == ["-"]
+    server.close()

@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from hf_cocodc.coordinator.caller import CoordinatorConnection, OpenCall
-from hf_cocodc.coordinator.client import status, told_by_doctors
+from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.messages import (
     PROTOCOL,
     Announce,
@@ -240,13 +240,6 @@ def test_a_run_that_has_ended_says_so_to_newcomers_and_joiners() -> None:
             meet(served.address, hello(3, elastic=True, join=True))
         assert status(served.address, None)[0]["ended"]["place"] == "out/model"
         part(b, c)
-
-
-def test_doctors_read_what_the_others_have_found() -> None:
-    with coordinator() as served:
-        assert told_by_doctors(served.address, None, "run", 0, {"a": 1}) == {0: {"a": 1}}
-        assert told_by_doctors(served.address, None, "run", 1, {"b": 2}) == {0: {"a": 1}, 1: {"b": 2}}
-        assert told_by_doctors(served.address, None, "other", 1, {}) == {1: {}}
 
 
 def test_status_shows_steps_lags_and_who_is_not_connected() -> None:

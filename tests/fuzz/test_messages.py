@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import socket
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -31,13 +29,10 @@ from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
 from hf_cocodc.net.members import Member
 from hf_cocodc.net.pairs import STREAMS
-from hf_cocodc.settings import RegionConfig
+from hf_cocodc.settings.regions import address_parts
 from hf_cocodc.snapshot.checkpoint import Facts, put_together
 from hf_cocodc.snapshot.donor import Frames, offered
 from hf_cocodc.snapshot.files import check_files
-from hf_cocodc.tools.doctor import others
-from hf_cocodc.tools.doctor.facts import lines
-from hf_cocodc.tools.doctor.others import places
 from tests.net.ends import ends_on
 from tests.secret import secret
 
@@ -89,13 +84,6 @@ ENTRY = to_plain(
     Entry(4, "mean", "a mean", (0, 2), torch.zeros(2, ROW).double(), torch.zeros(6), {"residual": [6]})
 )["entry"]
 MARKER = to_plain(Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,)))["marker"]
-MINE: dict[str, Any] = {
-    "versions": {"hf-cocodc": "1", "torch": "2.13.0", "datasets": "5.2.0"},
-    "settings": {"outer.method": "diloco", "regions.may_differ": "path"},
-    "facts": {"data.path": "/x", "data.block_size": 8},
-    "data": "690 documents",
-}
-TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret(secret("a secret of nobody"))
 FACTS = asdict(Facts(step=4, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False))
 
@@ -147,8 +135,8 @@ def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
         offer = offered(said)
         assert STREAMS[0] <= offer.number <= STREAMS[1]
     with contextlib.suppress(InputError, ValueError):
-        for host, port in places(str(address)):
-            assert host and 0 < port < 65536
+        host, port = address_parts(str(address))
+        assert host and (port is None or 0 < port < 65536)
 
 
 @given(said=st.binary(max_size=100), place=st.integers(0, 59), bit=st.integers(0, 7))
@@ -250,50 +238,3 @@ def test_rows_of_records(numbers: list[float]) -> None:
     with pytest.raises(LinkError):
         from_row(Trailer, row, 1)
     assert math.isnan(from_row(Trailer, to_row(Trailer()), 1).loss)
-
-
-def said_by_doctor(tell: Any, wait_s: float, answer: Any = None) -> None:
-    """Check that every line of a doctor that reads this at the coordinator can be shown, and that there is one."""
-    now = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
-    board: Any = SimpleNamespace(coordinator="h:1", region=0, tell=tell)
-    with mock.patch.object(others, "time", clock), mock.patch.object(others, "call", return_value=answer):
-        found = list(others.compare(board, 2, MINE, "127.0.0.1", wait_s, lambda words: None, RegionConfig()))
-    assert {each.topic for each in found} == {"region 1"}
-    assert "".join(line for each in found for line in lines(each)).isprintable()
-
-
-@given(PLAIN)
-def test_words_of_no_doctor(said: Any) -> None:
-    """What is told at the coordinator where another region's doctor would tell what it has found."""
-    said_by_doctor(lambda own: {1: said}, 0.0)
-
-
-@given(
-    st.dictionaries(st.sampled_from([*TOLD]), PLAIN)
-    | st.tuples(
-        st.sampled_from(["versions", "settings", "facts"]),
-        st.dictionaries(
-            st.sampled_from([*MINE["settings"], *MINE["facts"], "torch", "model", "\x1b[2J"]), PLAIN
-        ),
-    ).map(lambda changed: {changed[0]: changed[1]}),
-    st.tuples(st.floats(), st.floats()) | st.just("timed out"),
-)
-@example({"host": "\x1b[2J\n", "data": "\u202e"}, (0.1, math.inf))
-def test_words_of_another_doctor(changed: dict[str, Any], answer: Any) -> None:
-    """Its words change while this one listens, so it is called, and answers."""
-    beats = itertools.count(1)
-    said_by_doctor(lambda own: {1: {**TOLD, "beats": next(beats), **changed}}, 5.0, answer)
-
-
-@given(st.binary(max_size=99))
-@example(b"inf\n")
-@example(b"")
-def test_answers_of_another_doctor(said: bytes) -> None:
-    """A time, or one of the errors that `call` names."""
-    with ends() as (one, other), mock.patch.object(others.socket, "create_connection", return_value=one):
-        other.sendall(said)
-        other.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(OSError, ValueError):
-            took, ahead = others.call(ADDRESS)
-            assert took >= 0 and isinstance(ahead, float)

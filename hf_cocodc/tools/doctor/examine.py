@@ -1,18 +1,22 @@
 """Checks a machine for a recipe, in the order in which a run would find out."""
 
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from ...coordinator.hello import in_recipe
+from ...coordinator.hello import may_differ
 from ...coordinator.secret import secret_of
 from ...errors import CocodcError, InputError, shown
 from ...link.backends import refuse_backend, why_no_gloo
 from ...net.pacing import congestion_of
 from ...resolve import settings
+from ...run.about import function_of
+from ...run.connect import hello
 from ...settings.recipe import Recipe, facts_of_data
+from ...trainer.callback import COMPARED
 from ...trainer.samples import spread_samples
 from ...training import building
 from ...training.data import load_text
@@ -29,7 +33,7 @@ class Patient:
     Attributes:
         recipe: the run; its regions section names the coordinator and the number of regions.
         region: the one that trains here; None if all do.
-        wait_s: seconds to wait for the doctors of other regions.
+        wait_s: seconds to wait for the doctors of other regions, to meet them; 0 meets nobody.
     """
 
     recipe: Recipe
@@ -53,27 +57,30 @@ def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
     machine = facts.machine()
     yield place.versions(machine)
     yield place.devices(machine, patient.regions_here, bool(patient.recipe.training.get("use_cpu")))
-    data = None
+    model = data = None
     if None in machine.unmet.values():
         yield unknown("recipe", "not looked at: packages are missing")
     else:
-        data = yield from _recipe(patient, machine, tell)
-    yield from _network(patient, machine, data, tell)
+        model, data = yield from _recipe(patient, machine, tell)
+    yield from _network(patient, machine, model, data, tell)
 
 
 def _recipe(
     patient: Patient, machine: facts.Machine, tell: Callable[[str], None]
-) -> Generator[Finding, None, str | None]:
-    """Findings about what the recipe builds and loads; returns what the data is, as `dataset` does."""
+) -> Generator[Finding, None, tuple[Any, str | None]]:
+    """Findings about what the recipe builds and loads; returns the model on the meta device, and what the data is, as `dataset`
+    does; None for what is not known.
+    """
     recipe, here = patient.recipe, patient.regions_here
     tell("building the model without its weights")
     try:
         preflight(recipe, here)
     except InputError as error:
         yield Finding("recipe", WRONG, str(error), _mended(str(error)))
-        return None
+        return None, None
     yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
-    need = _needs(patient)
+    model = _model(recipe)
+    need = None if model is None else _needs(patient, model)
     yield from place.memory(machine, need, here, bool(recipe.training.get("use_cpu")))
     folder = building.output_dir(recipe)
     yield place.disk(facts.disk(folder), folder, need, here)
@@ -81,7 +88,7 @@ def _recipe(
     line, data = dataset(recipe)
     yield line
     yield from held_out(recipe)
-    return data
+    return model, data
 
 
 def _mended(message: str) -> str:
@@ -92,11 +99,15 @@ def _mended(message: str) -> str:
     return "hf-cocodc recipe keys    # then correct the recipe, or add --set KEY=VALUE"
 
 
-def _needs(patient: Patient) -> Needs | None:
+def _model(recipe: Recipe) -> Any:
+    """The model of a recipe, without its weights; None if it is not known before it is loaded."""
     try:
-        model = on_meta(patient.recipe)
+        return on_meta(recipe)
     except InputError:
         return None
+
+
+def _needs(patient: Patient, model: Any) -> Needs:
     return needs(patient.recipe, model, max(patient.count, patient.recipe.regions.max or 1))
 
 
@@ -141,7 +152,7 @@ def _splits(recipe: Recipe, key: str) -> str:
 
 
 def _network(
-    patient: Patient, machine: facts.Machine, data: str | None, tell: Callable[[str], None]
+    patient: Patient, machine: facts.Machine, model: Any, data: str | None, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     regions = patient.recipe.regions
     if max(patient.count, regions.max or 1) == 1:
@@ -161,35 +172,50 @@ def _network(
     except CocodcError as error:
         yield Finding("network", WRONG, str(error), "ip -brief address; ip route; resolvectl status")
         return
-    yield way.interface(network, regions.interface)
-    yield way.packets(network)
-    yield way.port(network, regions.port)
     yield way.address(network, regions.coordinator, regions.announced)
+    yield way.port(network, regions.port)
     try:
         chosen = congestion_of(regions.congestion) or network.congestion
         yield way.congestion(dataclasses.replace(network, congestion=chosen), regions.rate_limit)
     except InputError as error:
         yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
+    yield way.packets(network)
     yield _link(patient, machine, network, keys is not None)
-    yield way.buffers(network)
-    yield way.clock(network)
     tell("calling the coordinator")
     findings, is_there = coordinator.reach(regions.coordinator, keys)
     yield from findings
-    if not is_there or data is None or patient.region is None or network.address is None:
+    region = patient.region
+    if not is_there or model is None or data is None or region is None or network.address is None:
         return
-    # every region names its defaults alike; which region this is does not matter, nor what the environment says of it
-    alike = dataclasses.replace(regions, region=0, join=None).resolved({})
-    compared = {**settings(patient.recipe.outer), **alike.compared}
-    mine = {
-        "versions": machine.versions,
-        "settings": {in_recipe(name): value for name, value in compared.items()}
-        | {"regions.may_differ": ",".join(regions.allowed)},
-        "facts": facts_of_data(patient.recipe),
-        "data": data,
-    }
-    board = others.Board(regions.coordinator, keys, patient.run, patient.region)
-    yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell, regions)
+    if region >= patient.count:
+        yield unknown("regions", f"region {region} joins later: its doctor does not meet those of the others")
+    elif patient.wait_s:
+        # what regions compare does not depend on the environment
+        alike = dataclasses.replace(regions, region=region, join=None, start_timeout_s=patient.wait_s)
+        # a process group of CUDA devices would take memory beside what trains there
+        link = "tcp" if regions.link == "nccl" else regions.link
+        resolved = dataclasses.replace(alike.resolved({}), link=link)
+        told = _told(patient.recipe, model, data)
+        yield from others.meet(resolved, patient.run, told, network.address, keys, tell)
+
+
+def _told(recipe: Recipe, model: Any, data: str) -> dict[str, Any]:
+    """What a doctor tells the others of the recipe and the data: what its region would, as far as one knows it before weights
+    and data are loaded.
+    """
+    alike = dataclasses.replace(recipe.regions, region=0, join=None).resolved({})
+    facts = facts_of_data(recipe)
+    facts |= {f"training.{name}": recipe.training[name] for name in COMPARED if name in recipe.training}
+    if not any(may_differ(name, alike.allowed) for name in facts_of_data(recipe)):
+        facts["data"] = data
+    return hello(
+        model,
+        {**settings(recipe.outer), **alike.compared},
+        recipe.training.get("max_steps"),
+        num_lanes=1,
+        config=function_of(model),
+        facts=json.loads(json.dumps(facts, default=str)),
+    )
 
 
 def _link(

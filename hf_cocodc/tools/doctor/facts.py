@@ -1,12 +1,10 @@
 """What this machine says about itself: packages, devices, memory, disk, network. Only reads; None for what it does not say."""
 
 import contextlib
-import ctypes
 import ipaddress
 import os
 import platform
 import socket
-import struct
 import sys
 import textwrap
 import time
@@ -35,7 +33,6 @@ SYSCTL = Path("/proc/sys/net/ipv4")
 _PACKAGE = "hf-cocodc"
 _SHOWN = ("torch", "transformers", "accelerate", "datasets")
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14  # Linux
-_TIME_ERROR = 5
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,6 @@ class Network:
         mtu, path_mtu: bytes of a packet on the interface, and on the way to the coordinator as far as the kernel knows.
         probes_mtu: whether the kernel finds the MTU of a path that swallows large packets.
         known: congestion controls that this kernel can use now.
-        send_buffer, receive_buffer: most bytes that a socket buffers.
         ports: first and last of the ephemeral port range.
         rtt_s: seconds of a round trip to the coordinator; None on its own machine.
         paces: whether the kernel keeps a rate limit.
@@ -135,11 +131,8 @@ class Network:
     probes_mtu: bool | None = None
     congestion: str | None = None
     known: Sequence[str] = ()
-    send_buffer: int | None = None
-    receive_buffer: int | None = None
     ports: tuple[int, int] | None = None
     rtt_s: float | None = None
-    is_synchronized: bool | None = None
     paces: bool | None = None
 
 
@@ -215,11 +208,8 @@ def network(coordinator: str | None, interface: str | None) -> Network:
         probes_mtu=_read("tcp_mtu_probing", lambda text: text != "0"),
         congestion=_read("tcp_congestion_control", str),
         known=_read("tcp_available_congestion_control", str.split) or (),
-        send_buffer=_read("tcp_wmem", lambda text: int(text.split()[2])),
-        receive_buffer=_read("tcp_rmem", lambda text: int(text.split()[2])),
         ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
         rtt_s=_rtt_s(coordinator) if coordinator is not None and leads_away(coordinator, address) else None,
-        is_synchronized=_is_synchronized(),
         paces=can_pace(),
     )
 
@@ -279,17 +269,6 @@ def _rtt_s(coordinator: str) -> float | None:
             took = time.perf_counter() - began
             best = took if best is None else min(best, took)
     return best
-
-
-def _is_synchronized() -> bool | None:
-    """What the kernel says about its clock."""
-    if sys.platform != "linux":
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        words = ctypes.create_string_buffer(struct.pack("i", 0), 512)  # struct timex: modes = 0 only asks
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(words)
-        return None if state < 0 else state != _TIME_ERROR
-    return None
 
 
 def is_private(address: str) -> bool:

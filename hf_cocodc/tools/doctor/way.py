@@ -1,4 +1,4 @@
-"""Findings about the way to the other regions: interface, packets, ports, address, TCP and clock."""
+"""Findings about the way to the other regions: address, port, congestion control and packets."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,6 @@ from ...settings import RegionConfig
 from ...settings.regions import OF_GROUPS
 from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unknown
 
-_SMALL_BUFFER = 4 << 20
 _PACKET = 1500
 _LONG_S = 0.005
 """Round trips below this stay within one site, where any congestion control and any buffer will do."""
@@ -22,17 +21,6 @@ ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announ
 def all_here() -> list[Finding]:
     """The only finding if all regions train on this machine."""
     return [Finding("network", OK, "all regions train on this machine, over the loopback")]
-
-
-def interface(network: Network, wanted: str | None) -> Finding:
-    """Whether the interface of the link is there, and up."""
-    if network.interface is None:
-        return unknown("interface")
-    chosen = "regions.interface" if wanted is not None else "the way to the coordinator"
-    words = f"{network.interface} ({network.address}), by {chosen}"
-    if network.is_up is False:
-        return Finding("interface", WRONG, f"{words}: it is down.", f"ip link set {network.interface} up")
-    return Finding("interface", OK, words)
 
 
 def packets(network: Network) -> Finding:
@@ -78,30 +66,34 @@ def port(network: Network, chosen: int | None) -> Finding:
 
 def address(network: Network, coordinator: str, announced: Sequence[str] = ()) -> Finding:
     """Whether other regions can reach the address that this machine announces."""
-    host = parts_of(coordinator)[0]
-    if announced:
-        return Finding("NAT", OK, f"announces {', '.join(announced)} (regions.announce)")
+    topic, host = "address", parts_of(coordinator)[0]
     if network.address is None:
-        return unknown("NAT")
+        return unknown(topic)
+    on = "" if network.interface is None else f" on {network.interface}"
+    if network.is_up is False:
+        command = f"ip link set {network.interface} up"
+        return Finding(topic, WRONG, f"{network.address}{on}: the interface is down.", command)
+    if announced:
+        return Finding(topic, OK, f"announces {', '.join(announced)} (regions.announce)")
     if is_loopback(network.address) and not is_loopback(host):
         return Finding(
-            "NAT",
+            topic,
             WRONG,
             f"this machine would announce {network.address}, which no other machine reaches. Name the interface that they reach.",
             "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address",
         )
     if is_loopback(network.address):
-        return Finding("NAT", OK, f"announces {network.address}: all regions must run on this machine")
+        return Finding(topic, OK, f"announces {network.address}: all regions must run on this machine")
     if is_private(network.address) and not is_private(host) and not is_loopback(host):
         return Finding(
-            "NAT",
+            topic,
             WARN,
             f"this machine announces {network.address}, a private address, but the coordinator is at {host}: behind NAT it can "
             "call other regions, and they cannot call it. One way is enough; where another region is behind NAT too, map a port "
             "in the router of one of them, and announce it.",
             ANNOUNCE,
         )
-    return Finding("NAT", OK, f"announces {network.address}")
+    return Finding(topic, OK, f"announces {network.address}{on}")
 
 
 def congestion(network: Network, rate_limit: float | None) -> Finding:
@@ -162,39 +154,3 @@ def link(
         )
     more = "; nccl where one launch starts all regions, and each has a GPU of its own" if has_gpu else ""
     return Finding(topic, OK, f"{words}{more}")
-
-
-def buffers(network: Network) -> Finding:
-    """Whether a connection can keep enough bytes on the way."""
-    topic = "buffers"
-    if network.send_buffer is None or network.receive_buffer is None:
-        return unknown(topic)
-    least = min(network.send_buffer, network.receive_buffer)
-    words = f"sockets send up to {network.send_buffer / 1e6:.3g} MB, receive up to {network.receive_buffer / 1e6:.3g} MB"
-    if network.rtt_s:
-        words += f"; a round trip to the coordinator takes {1000 * network.rtt_s:.3g} ms"
-    if network.rtt_s and network.rtt_s >= _LONG_S:
-        words += f", so a connection carries at most {8e-6 * least / 2 / network.rtt_s:.3g} Mbit/s"
-    is_long = network.rtt_s is None or network.rtt_s >= _LONG_S
-    if least < _SMALL_BUFFER and is_long:
-        return Finding(
-            topic,
-            WARN,
-            f"{words}. More connections make up for it in part.",
-            "sysctl -w net.ipv4.tcp_wmem='4096 65536 16777216' net.ipv4.tcp_rmem='4096 131072 16777216'",
-        )
-    return Finding(topic, OK, words)
-
-
-def clock(network: Network) -> Finding:
-    """Whether this machine's clock is right: the report lays the journals of regions side by side."""
-    if network.is_synchronized is None:
-        return unknown("clock")
-    if not network.is_synchronized:
-        return Finding(
-            "clock",
-            WARN,
-            "the kernel says that nobody keeps it right. Training does not need it, but times in journals and logs do.",
-            "timedatectl set-ntp true    # or run chronyd",
-        )
-    return Finding("clock", OK, "synchronized")
