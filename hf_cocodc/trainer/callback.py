@@ -301,6 +301,11 @@ class CoCoDCCallback(TrainerCallback):
         return self._beginning.max_steps
 
     @property
+    def has_joined(self) -> bool:
+        """Whether this region has come into a run that trained already."""
+        return self._base is not None
+
+    @property
     def in_training(self) -> bool:
         """Whether the model holds local weights now."""
         trainer, outer = self._trainer, self.outer

@@ -44,7 +44,7 @@ WRAPPED = {
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_maybe_log_save_evaluate": (),
-    "_evaluate": (),
+    "_evaluate": ("skip_scheduler",),
     "_determine_best_metric": ("metrics", "trial"),
     "_load_best_model": (),
 }
@@ -137,7 +137,9 @@ class Patches:
         return metrics
 
     def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Lets all regions decide by the same metrics."""
+        """Lets all regions decide by the same metrics. A newcomer does not evaluate on start: the others are elsewhere."""
+        if kwargs.get("skip_scheduler") and self._callback.has_joined:  # Trainer says so on start alone
+            return {}
         with self._best.deciding(self._callback.outer):
             return evaluate(*args, **kwargs)
 

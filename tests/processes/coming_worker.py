@@ -125,6 +125,7 @@ def trainer(
         save_steps=10,
         eval_strategy="steps",
         eval_steps=eval_every,
+        eval_on_start=True,
         metric_for_best_model="loss",
         load_best_model_at_end=True,
         logging_steps=5,
