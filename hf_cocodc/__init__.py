@@ -8,7 +8,24 @@ import os
 
 TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not yet handled (see __main__)
 if TYPE_CHECKING:
-    from .errors import RunLeft, RunStopped
+    from .errors import (
+        CheckpointError,
+        CocodcError,
+        DonorLost,
+        HandshakeError,
+        InputError,
+        LeftBehind,
+        LinkError,
+        MeetingError,
+        MeetingRefused,
+        RegionLostError,
+        RunFinished,
+        RunLeft,
+        RunOver,
+        RunStopped,
+    )
+    from .methods import Method
+    from .run.muon import muon
     from .run.outer_optimizer import OuterOptimizer
     from .run.shards import region_shard
     from .run.split_world import split_world
@@ -19,27 +36,53 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    *(
+        "CheckpointError",
+        "CocodcError",
+        "DonorLost",
+        "HandshakeError",
+        "InputError",
+        "LeftBehind",
+        "LinkError",
+    ),
+    *("MeetingError", "MeetingRefused", "RegionLostError", "RunFinished", "RunLeft", "RunOver", "RunStopped"),
+)
 _HOMES = {
     "CoCoDCCallback": ".trainer.callback",
+    "Method": ".methods",
     "OuterConfig": ".settings",
     "OuterOptimizer": ".run.outer_optimizer",
     "Recipe": ".settings.recipe",
     "RegionConfig": ".settings",
-    "RunLeft": ".errors",
-    "RunStopped": ".errors",
+    "muon": ".run.muon",
     "region_shard": ".run.shards",
     "simulate": ".training.simulation",
     "split_world": ".run.split_world",
-}
+} | dict.fromkeys(_ERRORS, ".errors")
 
 __all__ = [
+    "CheckpointError",
     "CoCoDCCallback",
+    "CocodcError",
+    "DonorLost",
+    "HandshakeError",
+    "InputError",
+    "LeftBehind",
+    "LinkError",
+    "MeetingError",
+    "MeetingRefused",
+    "Method",
     "OuterConfig",
     "OuterOptimizer",
     "Recipe",
     "RegionConfig",
+    "RegionLostError",
+    "RunFinished",
     "RunLeft",
+    "RunOver",
     "RunStopped",
+    "muon",
     "region_shard",
     "simulate",
     "split_world",

@@ -14,7 +14,8 @@ from .methods import Method
 from .newer import known
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, alpha_of, check_settings, idle, is_own
+from .settings.fields import is_own
+from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, alpha_of, check_settings, idle
 
 logger = logging.getLogger(__name__)
 

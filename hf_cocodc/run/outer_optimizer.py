@@ -28,6 +28,7 @@ from ..link.records import Ending
 from ..parts.tensors.memory import is_capturing
 from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
+from ..settings.given import settings_of
 from ..snapshot.checkpoint import Saved
 from .about import About, of_loop
 from .connect import begin_over, meet
@@ -69,7 +70,7 @@ class OuterOptimizer:
         model: as `accelerator.prepare` returned it.
         optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is read.
             It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are refused.
-        config: the method and its settings.
+        config: the method and its settings, or the name of a method.
         regions: which region this is; by default the environment says so.
         max_steps: inner steps of the run, if known; regions must agree on it. `should_stop` is True after so many, and another
             `step` is refused.
@@ -111,7 +112,7 @@ class OuterOptimizer:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Any,
-        config: OuterConfig,
+        config: OuterConfig | str,
         regions: RegionConfig | None = None,
         *,
         max_steps: int | None = None,
@@ -123,7 +124,7 @@ class OuterOptimizer:
         stage: tuple[int, int] | None = None,
         loop: Loop | None = None,
     ) -> None:
-        regions = regions or RegionConfig()
+        config, regions = settings_of("OuterOptimizer", config, regions)
         max_steps = length_of(max_steps)
         method = from_config(config)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)

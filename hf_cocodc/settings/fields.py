@@ -1,20 +1,49 @@
-"""What settings have in common: help texts, rules, and their form in JSON."""
+"""What settings have in common: types, rules, help texts, and their form in JSON.
+
+A settings class declares each key once. Recipes, flags and scripts all come here, by its constructor: a value has the type of
+its field, or nothing is made of it.
+"""
 
 import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import json
+import math
+import re
 import textwrap
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from ..errors import InputError, shown
+import msgspec
+
+from ..errors import InputError, nearest, short, shown
 
 _C = TypeVar("_C", bound=type)
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
-_hints = functools.cache(get_type_hints)
+hints_of = functools.cache(get_type_hints)
+
+WORDS = {
+    **{"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "null": "null"},
+    **{"array": "a list", "list": "a list", "object": "a mapping", "dict": "a mapping"},
+}
+"""How messages and lists of keys name a type, by its name in Python, and in msgspec's errors."""
+_MISFIT = re.compile(r"Expected `(.+)`, got `[^`]+`(?: - at (`key` in )?`\$(.*)`)?")
 
 LONGEST_HOST = 255
 _EXPERT = "Expert: "
@@ -26,6 +55,34 @@ class Limit(NamedTuple):
 
     holds: Callable[[Any], bool]
     words: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError for a value that may not be."""
+        if not self.holds(value):
+            raise InputError(f"{name}={shown(value)} {self.words}.")
+
+
+class Names(NamedTuple):
+    """The names that a text may be; `or_own`: or MODULE:NAME, of a user's own."""
+
+    names: Sequence[str]
+    or_own: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError for a name that is not known. Each item of a list is a name."""
+        for each in value if isinstance(value, list) else [value]:
+            if each not in self.names and not (self.or_own and is_own(each)):
+                more = " Or MODULE:NAME, for one of your own." if self.or_own else ""
+                raise InputError(f"{name}={shown(each)} is not known.{nearest(each, self.names)}{more}")
+
+
+def is_own(name: object) -> TypeGuard[str]:
+    """Whether a setting names something of a user's own.
+
+    >>> is_own("my_module:my_method"), is_own("diloco")
+    (True, False)
+    """
+    return isinstance(name, str) and ":" in name
 
 
 def at_least(least: int) -> Limit:
@@ -47,10 +104,13 @@ class _Help(str):
 
 
 def setting(text: str, *rules: Any, default: Any = None) -> Any:
-    """A field of a settings class, with a help text and rules: a `Limit`, and others that its class knows."""
+    """A field of a settings class, with a help text and rules: `Limit`, `Names`, and others that its class knows. A list as
+    the default is copied for each object.
+    """
     help_text = _Help(text)
     help_text.rules = rules
-    return dataclasses.field(default=default, metadata={"help": help_text})
+    of_default: Any = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**of_default, metadata={"help": help_text})
 
 
 def expert(text: str, *rules: Any, default: Any = None) -> Any:
@@ -64,7 +124,7 @@ def rules_of(cls: type, kind: type[_R]) -> dict[str, _R]:
     return {
         each.name: rule
         for each in dataclasses.fields(cls)
-        for rule in getattr(each.metadata["help"], "rules", ())
+        for rule in getattr(each.metadata.get("help"), "rules", ())
         if isinstance(rule, kind)
     }
 
@@ -102,14 +162,17 @@ class Settings:
     SECTION: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Take numbers that are given as text, and check each value by itself. Raises InputError."""
+        """Check the type of each value, and then each value by itself. Raises InputError."""
         cls: Any = type(self)
-        for name, hint in _hints(cls).items():
-            _take_number(self, name, get_args(hint))
-        for name, rule in rules_of(cls, Limit).items():
-            value = getattr(self, name)
-            if value is not None and not rule.holds(value):
-                raise InputError(f"{self.SECTION}.{name}={shown(value)} {rule.words}.")
+        dot = f"{self.SECTION}." if self.SECTION else ""
+        for name, hint in hints_of(cls).items():
+            if name != "SECTION":
+                object.__setattr__(self, name, converted(getattr(self, name), hint, f"{dot}{name}"))
+        for kind in (Names, Limit):
+            for name, rule in rules_of(cls, kind).items():
+                value = getattr(self, name)
+                if value is not None:
+                    rule.check(f"{dot}{name}", value)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and its value, as numbers, texts, lists and mappings: `cls(**config.to_dict())` is equal to `config`.
@@ -123,17 +186,84 @@ class Settings:
         return json.dumps(self.to_dict(), indent=2)
 
 
-def _take_number(config: Settings, name: str, kinds: tuple[Any, ...]) -> None:
-    """Turn text into a number, in a field that accepts both: flags give it text. A float if that is its kind of number."""
-    value = getattr(config, name)
-    if str not in kinds or not {int, float} & {*kinds}:
-        return
-    if isinstance(value, str):
+def build(cls: type[_T], content: Any, section: str = "") -> _T:
+    """Make a settings class of a mapping. Raises InputError for an unknown key, a missing section or an impossible value."""
+    if not isinstance(content, Mapping):
+        raise InputError(f"{section or 'it'} must be a mapping of keys, not {shown(content)}.")
+    fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    dot = f"{section}." if section else ""
+    for key in content:
+        if key not in fields:
+            raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
+    for name, each in fields.items():
+        if name not in content and each.default is each.default_factory is dataclasses.MISSING:
+            raise InputError(
+                f"section {dot}{name} is missing. A recipe needs model, tokenizer, data and training."
+            )
+    return cls(**content)
+
+
+def converted(value: Any, hint: Any, name: str) -> Any:
+    """`value` as a type hint wants it: a number of numpy becomes Python's, an int a float where only a float fits, text a number
+    where both fit (flags give text), and a mapping its dataclass.
+
+    Raises:
+        InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
+    """
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else build(hint, value, name)  # type: ignore[arg-type]
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    kinds = get_args(hint)
+    if isinstance(value, str) and str in kinds and {int, float} & {*kinds}:
         with contextlib.suppress(ValueError):
             value = int(value) if value.isdigit() else float(value)
-    if type(value) is int and int not in kinds:
-        value = float(value)
-    object.__setattr__(config, name, value)
+    try:
+        value = msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise InputError(_in_words(str(error), value, name)) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name}={value} must be finite.")
+    return value
+
+
+def _in_words(error: str, value: Any, name: str) -> str:
+    """An error of msgspec in our words."""
+    match = _MISFIT.fullmatch(error)
+    if match is None:
+        return f"{name}={shown(value)} cannot be: {error}."
+    kinds, is_key, place = match.groups()
+    wanted = " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | "))
+    if is_key:
+        key = next(each for each in value if not isinstance(each, str))
+        return f"{name}: the key {shown(key)} must be {wanted}, not {type(key).__name__}."
+    for number in re.findall(r"\[(\d+|\.\.\.)\]", place or ""):
+        if number == "...":  # msgspec does not say at which key
+            return f"{name}={shown(value)}: each value in it must be {wanted}."
+        value, name = value[int(number)], f"{name}[{number}]"
+    return f"{name}={shown(value)} must be {wanted}, not {type(value).__name__}."
+
+
+def loosened(hint: Any) -> Any:
+    """A hint of another library for `converted`, which then refuses only what cannot be meant. Any text passes for a word: a
+    Literal may stand for more than it lists, like PEFT's "pissa_niter_[number of iters]". Any mapping passes for a dataclass.
+    """
+    found: list[Any] = []
+    for option in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        kind = get_origin(option) or option
+        if kind is Literal:
+            found += map(type, get_args(option))
+        elif dataclasses.is_dataclass(kind):
+            found.append(dict)
+        elif kind in (list, tuple):
+            found.append(list[loosened((*get_args(option), Any)[0])])  # type: ignore[misc]
+        elif kind is dict:
+            found.append(dict[str, loosened((*get_args(option), Any, Any)[1])])  # type: ignore[misc]
+        elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+            found.append(str)
+        else:
+            found.append(option if kind in (bool, int, float, str, types.NoneType) else Any)
+    return Union[tuple(found)]  # noqa: UP007  a union of what is in a list
 
 
 def check_host(name: str, host: str) -> None:

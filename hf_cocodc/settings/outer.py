@@ -11,10 +11,21 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from ..errors import InputError, nearest, shown
-from .fields import Limit, Settings, among, at_least, documented, expert, rules_of, setting, within
+from .fields import (
+    Limit,
+    Names,
+    Settings,
+    among,
+    at_least,
+    documented,
+    expert,
+    rules_of,
+    setting,
+    within,
+)
 
 PATTERNS = ("whole", "strided", "sequential")
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "topk_2bit", "lowrank")
@@ -57,13 +68,6 @@ _HISTORY = 8, 4096
 """The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
 
 
-class Names(NamedTuple):
-    """The names that a setting of this package's methods may have; `or_own`: or MODULE:NAME, of a user's own."""
-
-    names: Sequence[str]
-    or_own: bool = False
-
-
 class OnlyWith(NamedTuple):
     """A setting that has an effect only if another one has one of these values."""
 
@@ -92,6 +96,7 @@ class OuterConfig(Settings):
 
     method: Any | str | None = setting(
         f"Method: {_any_of(METHODS)}; or MODULE:NAME, a function of your own that returns a Method.",
+        Names(METHODS, or_own=True),
         default="diloco",
     )
     options: dict[str, Any] | str | None = setting(
@@ -233,7 +238,6 @@ class OuterConfig(Settings):
             object.__setattr__(self, name, _name_of(name, getattr(self, name)))
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
-        _refuse_unknown("method", str(self.method), Names(METHODS, or_own=True))
         super().__post_init__()
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
@@ -333,21 +337,6 @@ def guard_settings(given: Any) -> dict[str, float] | str:
             "what is ordinary."
         )
     return guard | {"history": int(history)}
-
-
-def is_own(name: object) -> TypeGuard[str]:
-    """Whether a setting names something of a user's own.
-
-    >>> is_own("my_module:my_method"), is_own("diloco")
-    (True, False)
-    """
-    return isinstance(name, str) and ":" in name
-
-
-def _refuse_unknown(setting: str, name: str, known: Names) -> None:
-    if name not in known.names and not (known.or_own and is_own(name)):
-        more = " Or MODULE:NAME, for one of your own." if known.or_own else ""
-        raise InputError(f"outer.{setting}={shown(name)} is not known.{nearest(name, known.names)}{more}")
 
 
 def alpha_of(given: float | None, overlap_steps: int | str) -> float:
@@ -456,7 +445,7 @@ def check_settings(settings: Mapping[str, Any], given: Sequence[str] = ()) -> No
             )
     for name, known in rules_of(OuterConfig, Names).items():
         if isinstance(settings.get(name), str):
-            _refuse_unknown(name, settings[name], known)
+            known.check(f"outer.{name}", settings[name])
     whole = {**_WITHOUT, **settings}
     for holds, message in _CONTRADICTIONS:
         if holds(whole):

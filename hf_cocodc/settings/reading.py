@@ -1,13 +1,9 @@
 """Reads recipes: from YAML files, which may extend each other, to plain sections and values."""
 
-import dataclasses
-import enum
 import math
 import os
-import types
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import MaxDepthExceededError
@@ -16,7 +12,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.scanner import Scanner, ScannerError
 
-from ..errors import InputError, nearest, short, shown
+from ..errors import InputError, short, shown
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 50
@@ -27,7 +23,6 @@ _KINDS = {"null": "null", "bool": "true or false", "int": "a whole number", "flo
 _TAG = "tag:yaml.org,2002:"
 
 _EXTENDS = "extends"
-T = TypeVar("T")
 
 
 def read_file(path: str | os.PathLike) -> Any:
@@ -274,104 +269,3 @@ def override_key(content: dict, override: str) -> None:
         target.pop(last, None)
     else:
         target[last] = value
-
-
-def build(cls: type[T], content: Any, section: str = "") -> T:
-    """Build a dataclass from a mapping. Raises InputError for an unknown key, a missing section or a wrong type."""
-    if not isinstance(content, Mapping):
-        raise InputError(f"{section or 'it'} must be a mapping of keys, not {shown(content)}.")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    dot = f"{section}." if section else ""
-    for key in content:
-        if key not in fields:
-            raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
-    for name, each in fields.items():
-        if name not in content and each.default is each.default_factory is dataclasses.MISSING:
-            raise InputError(
-                f"section {dot}{name} is missing. A recipe needs model, tokenizer, data and training."
-            )
-    return cls(**{key: converted(value, hints[key], f"{dot}{key}") for key, value in content.items()})
-
-
-def converted(value: Any, hint: Any, name: str, *, is_ours: bool = True) -> Any:
-    """`value` as a type hint wants it: an int becomes a float where only a float fits, a mapping becomes its dataclass.
-
-    A hint may be a class, a union, a Literal, list[X] or dict[str, X]. Where it names a dataclass beside other types, a mapping
-    is taken as it is: the library that has this hint knows what it does with it. Where another library has the hint (not
-    `is_ours`), any text passes for a Literal, which may stand for more than it lists, like PEFT's "pissa_niter_[number of
-    iters]".
-
-    Raises:
-        InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
-    """
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, name)  # type: ignore[arg-type]
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if Any in options:
-        return value
-    if any(get_origin(option) is Literal and _is_among(value, get_args(option)) for option in options):
-        return value
-    if not is_ours and isinstance(value, str) and any(_is_of_words(option) for option in options):
-        return value
-    if isinstance(value, Mapping) and any(dataclasses.is_dataclass(option) for option in options):
-        return value
-    fitting = [option for option in options if _is_a(value, get_origin(option) or option)]
-    if not fitting and float in options and isinstance(value, int) and not isinstance(value, bool):
-        value, fitting = float(value), [float]
-    if not fitting:
-        wanted = " or ".join(word for option in options for word in words_of(option, str in options))
-        raise InputError(f"{name}={shown(value)} must be {wanted}, not {type(value).__name__}.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{name}={value} must be finite.")
-    for option in fitting:
-        inner = get_args(option)
-        if isinstance(value, list) and inner:
-            return [
-                converted(each, inner[0], f"{name}[{place}]", is_ours=is_ours)
-                for place, each in enumerate(value)
-            ]
-        if isinstance(value, dict) and inner:
-            for key in value:
-                if not isinstance(key, inner[0]):
-                    raise InputError(f"{name}: the key {shown(key)} must be text, not {type(key).__name__}.")
-            return {
-                key: converted(each, inner[1], f"{name}.{short(key)}", is_ours=is_ours)
-                for key, each in value.items()
-            }
-    return value
-
-
-def _is_among(value: Any, literals: tuple) -> bool:
-    return any(value == each and type(value) is type(each) for each in literals)
-
-
-def _is_of_words(option: Any) -> bool:
-    return get_origin(option) is Literal and any(isinstance(each, str) for each in get_args(option))
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if kind is tuple:  # YAML has only lists
-        return isinstance(value, list)
-    return (
-        isinstance(kind, type) and isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
-    )
-
-
-def words_of(option: Any, is_text_allowed: bool = False) -> list[str]:
-    """How messages name the values that a type hint accepts, which is no union."""
-    if get_origin(option) is Literal:
-        return [repr(each) for each in get_args(option)]
-    kind = get_origin(option) or option
-    if is_text_allowed and issubclass(kind, enum.Enum):
-        return []
-    words = {
-        types.NoneType: "null",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-    }
-    return [
-        words.get(kind) or {list: "a list", tuple: "a list", dict: "a mapping"}.get(kind) or kind.__name__
-    ]

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError
 from . import OuterConfig, RegionConfig
-from .fields import Limit, Settings, at_least, setting
-from .reading import build, override_key, read_recipe
+from .fields import Limit, Names, Settings, at_least, build, setting
+from .reading import override_key, read_recipe
 
 
 def _need_one(section: Any, name: str, **choices: str) -> None:
@@ -26,39 +26,39 @@ def _need_one(section: Any, name: str, **choices: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSection:
+class ModelSection(Settings):
     """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
+
+    SECTION = "model"
 
     config: dict[str, Any] | None = setting(
         "Fields of a Transformers configuration, with model_type: a model with random weights."
     )
     name_or_path: str | None = setting("A folder or a name on the Hub: a model with trained weights.")
     dtype: str | None = setting(
-        "Number format of the weights: float32, bfloat16 or float16; by default the model's own."
+        "Number format of the weights: float32, bfloat16 or float16; by default the model's own.",
+        Names(("float32", "bfloat16", "float16")),
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _need_one(self, "model", config="random weights", name_or_path="trained weights")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise InputError("model.config needs model_type: a word, for example llama.")
-        known = ("float32", "bfloat16", "float16")
-        if self.dtype is not None and self.dtype not in known:
-            raise InputError(f"model.dtype={shown(self.dtype)} is not known.{nearest(self.dtype, known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSection:
+class TokenizerSection(Settings):
     """The tokenizer: `builtin: bytes`, or a `name_or_path` to load."""
 
-    builtin: str | None = setting("bytes: each byte is a token.")
+    SECTION = "tokenizer"
+
+    builtin: str | None = setting("bytes: each byte is a token.", Names(["bytes"]))
     name_or_path: str | None = setting("A folder, or a name on the Hub.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _need_one(self, "tokenizer", builtin="bytes", name_or_path="a folder, or a name on the Hub")
-        if self.builtin not in (None, "bytes"):
-            raise InputError(
-                f"tokenizer.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['bytes'])}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,9 @@ class DataSection(Settings):
 
     SECTION = "data"
 
-    builtin: str | None = setting("python-stdlib: the source of Python's standard library.")
+    builtin: str | None = setting(
+        "python-stdlib: the source of Python's standard library.", Names(["python-stdlib"])
+    )
     path: str | None = setting(
         "Anything that datasets.load_dataset loads: a name on the Hub, or a folder of files."
     )
@@ -88,37 +90,31 @@ class DataSection(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _need_one(self, "data", builtin="python-stdlib", path="anything datasets loads")
-        if self.builtin not in (None, "python-stdlib"):
-            raise InputError(
-                f"data.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['python-stdlib'])}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSection:
+class EvaluationSection(Settings):
     """The metrics on the held-out split, and the weights (global or local) on which they are measured."""
 
-    metrics: list[str] = field(
-        default_factory=lambda: ["perplexity", "accuracy"],
-        metadata={"help": "perplexity, accuracy (of the next token), or both."},
-    )
-    on: str = setting("Weights that are evaluated: global, or local (each region's own).", default="global")
+    SECTION = "evaluation"
 
-    def __post_init__(self) -> None:
-        for name in self.metrics:
-            if name not in ("perplexity", "accuracy"):
-                raise InputError(
-                    f"evaluation.metrics: {shown(name)} is not known.{nearest(name, ['perplexity', 'accuracy'])}"
-                )
-        if self.on not in ("global", "local"):
-            raise InputError(
-                f"evaluation.on={shown(self.on)} is not known.{nearest(self.on, ['global', 'local'])}"
-            )
+    metrics: list[str] = setting(
+        "perplexity, accuracy (of the next token), or both.",
+        Names(["perplexity", "accuracy"]),
+        default=["perplexity", "accuracy"],
+    )
+    on: str = setting(
+        "Weights that are evaluated: global, or local (each region's own).",
+        Names(["global", "local"]),
+        default="global",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """A complete run. `training` accepts every field of `TrainingArguments`, `peft` every field of `LoraConfig`."""
+
+    SECTION = ""
 
     model: ModelSection
     tokenizer: TokenizerSection

@@ -4,12 +4,11 @@ import dataclasses
 import textwrap
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from . import OuterConfig
-from .fields import is_expert, meaning
+from .fields import WORDS, hints_of, is_expert, meaning
 from .outer import OF_EVERY_METHOD
-from .reading import words_of
 from .recipe import Recipe
 
 OTHERS = {
@@ -40,7 +39,7 @@ class Key(NamedTuple):
 
 def keys() -> list[Key]:
     """All keys, in the order of the sections."""
-    hints = get_type_hints(Recipe)
+    hints = hints_of(Recipe)
     return [
         Key(
             f"{section}.{each.name}",
@@ -51,7 +50,7 @@ def keys() -> list[Key]:
         )
         for section in (field.name for field in dataclasses.fields(Recipe))
         if dataclasses.is_dataclass(hints[section])
-        for kinds in [get_type_hints(hints[section])]
+        for kinds in [hints_of(hints[section])]
         for each in dataclasses.fields(hints[section])
     ]
 
@@ -89,9 +88,8 @@ def _lists(sections: Sequence[str], words: Callable[[Key], str]) -> str:
 
 def _values(hint: Any) -> str:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return " or ".join(
-        word for option in options if option not in (type(None), Any) for word in words_of(option)
-    )
+    kinds = (get_origin(option) or option for option in options if option not in (type(None), Any))
+    return " or ".join(WORDS[kind.__name__] for kind in kinds)
 
 
 def _by_default(key: Key) -> str:

@@ -120,8 +120,7 @@ class RegionConfig(Settings):
     )
     may_differ: list[str] | str | None = setting(
         "Names of training and data settings that may differ between regions, and change at a resume: a list, or separated "
-        "by commas. For example learning_rate,batch.",
-        Limit(lambda names: all(isinstance(name, str) for name in names), "must be names"),
+        "by commas. For example learning_rate,batch."
     )
     when_one_ends: str = setting(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "

@@ -26,6 +26,7 @@ from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
+from ..settings.given import settings_of
 from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
@@ -73,8 +74,9 @@ class CoCoDCCallback(TrainerCallback):
     with eager updates, where the others wait for a region that catches up. Any other average is each region's own.
 
     Args:
-        config: the method and its settings.
+        config: the method and its settings, or the name of a method.
         regions: which region this is; by default the environment says so.
+        changes: fields of `OuterConfig`, such as sync_interval=100, in place of those of `config`.
         evaluate_on: "global" or "local": what `trainer.evaluate()` uses while training; the best model needs "global".
         link: reaches the other regions; by default it is made from `regions`.
         facts: more that must be equal in all regions and after a resume, by name, for example {"data.path": ...}; JSON-able.
@@ -90,16 +92,16 @@ class CoCoDCCallback(TrainerCallback):
 
     def __init__(
         self,
-        config: OuterConfig | None = None,
+        config: OuterConfig | str | None = None,
         regions: RegionConfig | None = None,
         *,
         evaluate_on: str = "global",
         link: Link | None = None,
         facts: Mapping[str, Any] | None = None,
+        **changes: Any,
     ) -> None:
-        self.config = config or OuterConfig()
+        self.config, self.regions = settings_of("CoCoDCCallback", config, regions, changes)
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
-        self.regions = regions or RegionConfig()
         if link is not None:
             self.region, self.num_regions = link.region, link.num_regions
         else:

@@ -17,7 +17,7 @@ import psutil
 
 from ..errors import InputError, nearest, reason, short, shown
 from ..link.backends import refuse_backend
-from ..settings.reading import converted
+from ..settings.fields import converted, loosened
 from ..settings.recipe import Recipe
 from . import building
 from .building import blaming
@@ -343,7 +343,7 @@ def known_fields(section: str, given: dict[str, Any], kind: type) -> None:
             raise InputError(
                 f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {kind.__name__}."
             )
-        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}", is_ours=False)
+        converted(value, loosened(hints[key] | _ALSO.get(key, hints[key])), f"{section}.{key}")
         words = [each.value for option in get_args(hints[key]) if _is_enum(option) for each in option]
         words += _WORDS.get(key, [])
         if words and isinstance(value, str) and value not in words:

@@ -156,13 +156,16 @@ def test_nothing_runs_code_that_others_send() -> None:
 def test_public_names() -> None:
     """The public face is the contract, sorted, and every name is there."""
     contract = [
+        "CheckpointError",
         "CoCoDCCallback",
+        *("CocodcError", "DonorLost", "HandshakeError", "InputError", "LeftBehind", "LinkError"),
+        *("MeetingError", "MeetingRefused", "Method"),
         "OuterConfig",
         "OuterOptimizer",
         "Recipe",
         "RegionConfig",
-        "RunLeft",
-        "RunStopped",
+        *("RegionLostError", "RunFinished", "RunLeft", "RunOver", "RunStopped"),
+        "muon",
         "region_shard",
         "simulate",
         "split_world",

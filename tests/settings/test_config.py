@@ -259,7 +259,7 @@ def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(na
         ({"min": 3, "count": 2}, "regions.min=3 is larger than regions.count=2"),
         ({"min": 3, "max": 2}, "regions.min=3 is larger than regions.max=2"),
         ({"min": 1, "max": 2, "count": 3}, "regions.max=2 is smaller than regions.count=3"),
-        ({"min": 1, "wait_s": 0}, "regions.wait_s=0 must be positive"),
+        ({"min": 1, "wait_s": 0}, "regions.wait_s=0.0 must be positive"),
         ({"min": 1, "grace_s": "soon"}, "regions.grace_s='soon' must be positive, .* or be auto"),
         ({"min": 1, "grace_s": "-1"}, "regions.grace_s=.* must be positive"),
     ],

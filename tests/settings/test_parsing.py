@@ -145,7 +145,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
         ("training.report_to=[1]", "training.report_to[0]=1 must be text, not int"),
         ("training.save_total_limit=many", "training.save_total_limit='many' must be a whole number or null"),
         ("training.learning_rate=.inf", "training.learning_rate=inf must be finite"),
-        ("training.lr_scheduler_kwargs=[1]", "must be a mapping or text or null, not list"),
+        ("training.lr_scheduler_kwargs=[1]", "must be text or a mapping or null, not list"),
         ("peft.bias=some", "peft: Requested bias: some"),
         ("peft.target_modules=[1]", "peft.target_modules[0]=1 must be text, not int"),
         ("evaluation.metrics=[[1]]", "evaluation.metrics[0]=[1] must be text, not list"),

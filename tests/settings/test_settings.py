@@ -10,9 +10,12 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import HfArgumentParser
 
+from hf_cocodc import CoCoDCCallback, OuterOptimizer
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
@@ -39,7 +42,7 @@ def test_each_name_of_a_part_makes_one(method: str) -> None:
     """What the settings know without torch, the parts have; and no setting has names that a part does not know."""
     names = {name: rule.names for name, rule in rules_of(OuterConfig, Names).items()}
     assert names["codec"] == CODECS and set(names) == {
-        *("fragment_pattern", "merge", "codec", "mean", "compensation"),
+        *("method", "fragment_pattern", "merge", "codec", "mean", "compensation"),
     }
     taken = inspect.signature(known()[method]).parameters
     for name, value in ((name, each) for name, each_of in names.items() if name in taken for each in each_of):
@@ -123,6 +126,120 @@ def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) ->
         if isinstance(value, dict | list):
             value.clear()
     assert type(config)(**json.loads(config.to_json_string())) == config
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (
+            OuterConfig,
+            {"sync_interval": "20"},
+            "outer.sync_interval='20' must be a whole number or null, not str",
+        ),
+        (
+            OuterConfig,
+            {"sync_interval": 2.5},
+            "outer.sync_interval=2.5 must be a whole number or null, not float",
+        ),
+        (
+            OuterConfig,
+            {"sync_interval": True},
+            "outer.sync_interval=True must be a whole number or null, not bool",
+        ),
+        (
+            OuterConfig,
+            {"error_feedback": "no"},
+            "outer.error_feedback='no' must be true or false or null, not str",
+        ),
+        (
+            OuterConfig,
+            {"nonfinite_rounds": 1.5},
+            "outer.nonfinite_rounds=1.5 must be a whole number, not float",
+        ),
+        (OuterConfig, {"weights": None}, "outer.weights=None must be text, not NoneType"),
+        (OuterConfig, {"codec": 5}, "outer.codec=5 must be text, or in a script a function"),
+        (OuterConfig, {"outer_lr": [0.7]}, "outer.outer_lr=[0.7] must be a number or text or null, not list"),
+        (OuterConfig, {"outer_lr": np.float32("nan")}, "outer.outer_lr=nan must be finite"),
+        (
+            OuterConfig,
+            {"sync_interval": np.arange(2)},
+            "outer.sync_interval=array([0, 1]) must be a whole number",
+        ),
+        (OuterConfig, {"options": {1: 2}}, "outer.options: the key 1 must be text, not int"),
+        (
+            OuterConfig,
+            {"guard": {"clip": "x"}},
+            "outer.guard={'clip': 'x'}: each value in it must be a number",
+        ),
+        (RegionConfig, {"timeout_s": "20"}, "regions.timeout_s='20' must be a number, not str"),
+        (RegionConfig, {"region": 0.5}, "regions.region=0.5 must be a whole number or null, not float"),
+        (RegionConfig, {"announce": ["a", 5]}, "regions.announce[1]=5 must be text, not int"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused(kind: Any, given: dict[str, Any], message: str) -> None:
+    """A constructor refuses what a recipe refuses, and names the field: nothing trains on a value that was not meant."""
+    with pytest.raises(InputError) as caught:
+        kind(**given)
+    assert message in str(caught.value)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    """They become Python's: settings are written as JSON, and compared between regions."""
+    config = OuterConfig(sync_interval=np.int64(4), outer_lr=np.float32(0.5), error_feedback=np.bool_(True))
+    assert config == OuterConfig(sync_interval=4, outer_lr=0.5, error_feedback=True)
+    assert [type(each) for each in (config.sync_interval, config.outer_lr)] == [int, float]
+    assert RegionConfig(timeout_s=torch.tensor(5), count=np.uint8(2)) == RegionConfig(timeout_s=5, count=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "regions", "changes", "message"),
+    [
+        ({"method": "diloco"}, None, {}, r"config=\{.* not dict. Give config=OuterConfig\(\*\*settings\)"),
+        (
+            RegionConfig(),
+            OuterConfig(),
+            {},
+            "config=RegionConfig.* or the name of a method, not RegionConfig",
+        ),
+        (
+            OuterConfig(),
+            OuterConfig(),
+            {},
+            r"regions=OuterConfig.* must be RegionConfig\(...\), not OuterConfig",
+        ),
+        ("dilcoo", None, {}, "Did you mean 'diloco'"),
+        (
+            "diloco",
+            None,
+            {"sync_intervall": 4},
+            "unknown key outer.sync_intervall. Did you mean 'sync_interval'",
+        ),
+        ("diloco", None, {"sync_interval": "4"}, "outer.sync_interval='4' must be a whole number"),
+    ],
+    ids=str,
+)
+def test_what_is_no_config_is_refused(
+    config: Any, regions: Any, changes: dict[str, Any], message: str
+) -> None:
+    """A mapping, and arguments in the wrong order, by the callback and by OuterOptimizer alike."""
+    with pytest.raises(InputError, match=message):
+        CoCoDCCallback(config, regions, **changes)
+    if not changes:
+        with pytest.raises(InputError, match=message):
+            OuterOptimizer(None, None, None, config, regions)  # type: ignore[arg-type]
+
+
+def test_a_callback_takes_a_method_and_its_settings() -> None:
+    """By name, or as changes to a config, which stays as it is."""
+    alone = RegionConfig(count=1)
+    assert CoCoDCCallback("streaming", alone, sync_interval=100).config == OuterConfig(
+        method="streaming", sync_interval=100
+    )
+    config = OuterConfig(method="streaming", sync_interval=50, codec="int8", error_feedback=True)
+    changed = CoCoDCCallback(config, alone, sync_interval=100).config
+    assert changed == dataclasses.replace(config, sync_interval=100) and config.sync_interval == 50
+    assert CoCoDCCallback(regions=alone, sync_interval=7).config == OuterConfig(sync_interval=7)
 
 
 def test_plain_data_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
