@@ -92,7 +92,7 @@ class RunOver(LinkError):
 
 
 class RunFinished(RunOver):
-    """The run has made all its steps before this region came in, or back. The other regions have the model."""
+    """The run had made all its steps before this region came in, came back, or resumed it. It says where the model is."""
 
     exit_code = 0
 

@@ -268,8 +268,6 @@ def _train(
             print(each.too_late)
     if all(each.too_late for each in processes):
         return 0
-    if not display.has_trained:
-        print("the run had already finished: there was nothing left to train")
     folders = [each.folder for each in processes]
     # commands that run one region each may share a folder: each draws a picture of its own
     report(folders, output_dir(recipe) if len(regions) == recipe.regions.count else folders[0])

@@ -1,21 +1,16 @@
 """Finds the Trainer of a callback, and checks that it can train across regions."""
 
-import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
+from transformers.trainer_utils import HubStrategy, SaveStrategy
 
-from ..errors import InputError
-from ..link.base import Link
+from ..errors import InputError, RunFinished
 from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
-from ..snapshot import local_weights
-from ..snapshot.checkpoint import Facts, Saved
-
-logger = logging.getLogger(__name__)
+from ..snapshot.checkpoint import Facts
+from ..snapshot.folders import PREFIX
 
 
 def find_trainer() -> Trainer | None:
@@ -89,31 +84,31 @@ def refuse_arguments(args: TrainingArguments, evaluate_on: str) -> None:
         )
 
 
-def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> bool:
-    """Whether the run had finished, and no more steps are asked for. Raises InputError if it had not, and none are left."""
+def refuse_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> None:
+    """Raise RunFinished if the run of a checkpoint had finished, and no more steps are asked for; InputError if it had not, and
+    none are left.
+    """
     if args.max_steps > 0:
-        if facts.finished or facts.step < args.max_steps:
-            return args.max_steps <= facts.step
+        is_over = args.max_steps <= facts.step
+    else:
+        trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        is_over = facts.finished and args.num_train_epochs <= trained.num_train_epochs
+    if not is_over:
+        return
+    if not facts.finished:
         raise InputError(
             f"{checkpoint} is of step {facts.step} of a run that had not finished, and max_steps={args.max_steps} leaves nothing "
             f"to train. Raise max_steps, or use the global model of this step: {checkpoint}."
         )
-    if not facts.finished:
-        return False
-    trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return args.num_train_epochs <= trained.num_train_epochs
+    raise RunFinished(
+        f"the run has finished at step {facts.step}: nothing is left to train, and nothing was changed. Its model lies in "
+        f"{_model_of(args, checkpoint)}. To train on, raise {'max_steps' if args.max_steps > 0 else 'num_train_epochs'}."
+    )
 
 
-def leave_as_it_is(
-    trainer: Trainer, link: Link, checkpoint: Path, saved: Saved, load_best: Callable[[], None]
-) -> TrainOutput:
-    """Load the weights of a finished run, or its best ones. Raises CheckpointError if the model then holds others."""
-    logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
-    trainer._load_from_checkpoint(str(checkpoint))
-    if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        local_weights.check(model, saved.weights, saved.synchronized)
-    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    load_best()
-    link.close()
-    return TrainOutput(trainer.state.global_step, float("nan"), {})
+def _model_of(args: TrainingArguments, checkpoint: Path) -> Path:
+    """Where the model of a finished run lies: in its last checkpoint, or its best."""
+    best = None
+    if args.load_best_model_at_end:
+        best = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).best_global_step
+    return checkpoint.with_name(f"{PREFIX}{best}") if best else checkpoint

@@ -9,35 +9,27 @@ import contextlib
 import copy
 import logging
 import math
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
-from ..engine.agreement import StepChecksum
 from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
-from ..parts.tensors.flat import digests
-from ..run.journal import Journal
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resuming import restore_buffers
-from ..run.training import engine_for
-from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of, step_of
 from ..snapshot.resume import Start, damage_here
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
-from .weights import load_pretrained_
 
 logger = logging.getLogger(__name__)
 
@@ -285,56 +277,9 @@ class Best:
         step, value = self.loaded
         outer.training.journal.write("best", step=step, metric=self.metric, value=value)
 
-    def load_finished(self, link: Link, config: OuterConfig) -> None:
-        """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""
-        if self._known is None:
-            return
-        if self._lacks_shards:
-            self._load_whole(link, self._known)
-        else:
-            saved = read_own(link, self._known)
-            engine = engine_for(self._model, config, link, Journal(None), saved, trains=False)
-            self._show(engine, self._known, saved)
-        self._note(self._known)
-
     @property
     def _model(self) -> nn.Module:
         return self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
-
-    @property
-    def _lacks_shards(self) -> bool:
-        """Whether the model is still whole where checkpoints hold the state of shards: Trainer shards it when it trains."""
-        is_sharded = any(isinstance(param, DTensor) for param in self._model.parameters())
-        return (
-            self._trainer.is_fsdp_enabled and self._trainer.accelerator.num_processes > 1 and not is_sharded
-        )
-
-    def _load_whole(self, link: Link, best: Path) -> None:
-        """Load the global weights that `save_pretrained` has written into a checkpoint. A collective call. Raises CheckpointError
-        if they will not do in every region, or are not those of all regions.
-        """
-        way_out = "Set load_best_model_at_end=False to load the model with which the run has finished."
-        if self.averages:
-            raise CheckpointError(
-                f"with eager updates, the best model is the mean of the global weights of all regions; {best} has this region's "
-                f"alone, and a model that FSDP2 has not sharded yet cannot take the others'. {way_out}"
-            )
-        if not isinstance(self._model, PreTrainedModel):
-            raise CheckpointError(
-                f"the best model, {best}, holds the shards of a {type(self._model).__name__}, which FSDP2 has not sharded yet. "
-                f"{way_out}"
-            )
-        step = step_of(best)
-        load_pretrained_(self._model, best)
-        self._restore_buffers(best)
-        weights = {name: param.detach() for name, param in self._model.named_parameters()}
-        own = StepChecksum(step, zlib.crc32(repr(digests(weights)).encode()))
-        for region, other in gather(link, own, "the weights of the best model").items():
-            if other != own:
-                raise CheckpointError(
-                    f"the best models of region {link.region} and region {region} differ ({best} here): they are not of one run. "
-                    f"{way_out}"
-                )
 
     def _show(self, synchronizer: Engine, best: Path, saved: Saved) -> None:
         """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""

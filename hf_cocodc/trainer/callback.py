@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
-from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
+from .attaching import find_trainer, refuse, refuse_finished, settle
 from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told
 from .best import Best
 from .hub import only_region_0_creates
@@ -339,10 +338,8 @@ class CoCoDCCallback(TrainerCallback):
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
+                refuse_finished(wrote, trainer.args, path)
                 self._best.begin(self._link, start, wrote, is_newcomer=self._base is not None)
-                if has_finished(wrote, trainer.args, path):
-                    load_best = partial(self._best.load_finished, self._link, self.config)
-                    return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
             self._running.end()

@@ -14,7 +14,6 @@ from ..errors import CocodcError, InputError, RunFinished, RunLeft
 from ..run.lock import hold, region_lock
 from ..settings import ENV_REGION
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
-from ..snapshot.folders import is_saved, note_saved
 from ..snapshot.manifest import FULL
 from ..status import LEFT, TOO_LATE, tell
 from . import building
@@ -47,7 +46,6 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     """Build everything, train and save; return the Trainer."""
     from transformers import Trainer, default_data_collator, set_seed
 
-    from ..link.within import from_main
     from ..run.shards import num_shards, region_shard
     from .data import pack
     from .metrics import causal_lm_metrics
@@ -92,15 +90,8 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))
     tell("meeting the other regions")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if callback.outer is None:
-        # the main rank decides: on other machines of the region the folder may be empty
-        is_there = is_saved(Path(args.output_dir), trainer.state.global_step)
-        if from_main(trainer.accelerator, is_there):
-            return trainer  # the run had finished: what lies in its folder stays as it is
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
-    if trainer.args.should_save:
-        note_saved(Path(args.output_dir), trainer.state.global_step)
     return trainer
 
 

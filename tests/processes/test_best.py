@@ -22,7 +22,6 @@ from tests.processes.test_endings import (
     serve_in_thread,
     start,
 )
-from tests.snapshot.test_damage import flip
 from tests.toys import params_of
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "load_best_model_at_end": True}
@@ -65,32 +64,12 @@ def test_an_error_where_the_other_region_evaluates(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["FULL", "SHARDED"])
 def test_shards_of_the_best_model(how: str, tmp_path: Path) -> None:
-    """FSDP2: every lane loads its own shards; a run that had finished has none yet, and is left with its best model as well.
-
-    A region whose file has changed gets the other's.
-    """
+    """FSDP2: every lane loads its own shards."""
     outer = json.dumps({"method": "streaming", "sync_interval": 4, "num_fragments": 2, "overlap_steps": 1})
     more = json.dumps({"save_steps": 3, "load_best_model_at_end": True, "learning_rate": RATE})
     arguments = ["fsdp", tmp_path, outer, how, 12, 0, more]
     found = fork_regions(sharded_worker.main, 2, arguments, tmp_path)
     step, weights = best_of(tmp_path, 0)
     assert step < 12
-    again = fork_regions(sharded_worker.main, 2, arguments, tmp_path)
-    assert not any("digest" in each for each in again.values())
-    for name, each in [*found.items(), *again.items()]:
+    for name, each in found.items():
         assert torch.equal(each["final"], weights), name
-    if how == "FULL":
-        flip(tmp_path / "region-1" / f"checkpoint-{step}" / "model.safetensors")
-        for each in fork_regions(sharded_worker.main, 2, arguments, tmp_path).values():
-            assert torch.equal(each["final"], weights), "not the other region's"
-
-
-@pytest.mark.slow
-def test_the_best_model_of_eager_updates_needs_shards(tmp_path: Path) -> None:
-    """It is the mean of what all regions have, and a run that had finished has no shards yet: the message says what to do."""
-    outer = json.dumps({"method": "eager", "sync_interval": 4})
-    more = json.dumps({"save_steps": 3, "load_best_model_at_end": True, "learning_rate": RATE})
-    arguments = ["fsdp", tmp_path, outer, "FULL", 12, 0, more]
-    fork_regions(sharded_worker.main, 2, arguments, tmp_path)
-    with pytest.raises(AssertionError, match="Set load_best_model_at_end=False to load the model"):
-        fork_regions(sharded_worker.main, 2, arguments, tmp_path)

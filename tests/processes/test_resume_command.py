@@ -182,7 +182,7 @@ def test_a_kill_before_every_region_has_its_first_checkpoint(
 
 @pytest.mark.slow
 def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], str], tmp_path: Path) -> None:
-    """Resumed once more it says so, and how it had ended."""
+    """Resumed once more it says so, and where its model lies."""
     folder = tmp_path / "run"
     simulate(recipe("diloco"), overrides=[*overrides("diloco", folder), *SAVING])
     for region in (0, 1):
@@ -190,6 +190,6 @@ def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], s
     model = folder / "region-0" / "model.safetensors"
     before = model.read_bytes()
     printed = train("diloco", folder)
-    assert "the run had already finished: there was nothing left to train" in printed
-    assert f"inner steps           {STEPS}" in printed
+    assert f"the run has finished at step {STEPS}: nothing is left to train" in printed
+    assert f"Its model lies in {model.parent / f'checkpoint-{STEPS}'}." in printed
     assert model.read_bytes() == before

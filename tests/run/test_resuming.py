@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate
-from hf_cocodc.errors import CheckpointError, InputError, RunStopped
+from hf_cocodc.errors import CheckpointError, InputError, RunFinished, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
@@ -427,18 +427,21 @@ def test_a_checkpoint_that_one_region_has_only_partly_is_not_used(
     assert torch.equal(torch.stack(again), torch.stack(whole))
 
 
-def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = weights_of(resumed(tmp_path, save_steps=STEPS))
-    again = weights_of(resumed(tmp_path, save_steps=STEPS))
-    assert "nothing is left to train" in caplog.text
-    assert torch.equal(torch.stack(again), torch.stack(whole))
+def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path) -> None:
+    """Also in a region that has lost its folder: no other model than the one that was trained may look like its result."""
+    resumed(tmp_path, save_steps=STEPS)
+    shutil.rmtree(tmp_path / "region-0")
+    with pytest.raises(RunFinished, match="has finished at step") as over:
+        resumed(tmp_path, save_steps=STEPS)
+    assert f"Its model lies in {checkpoint_of(tmp_path, 0, STEPS)}." in str(over.value)
 
 
 def test_a_run_that_has_finished_goes_on_where_more_is_asked_for(tmp_path: Path) -> None:
     """More epochs, as more steps, are trained on top."""
     epoch = {"max_steps": -1, "save_strategy": "epoch"}
     assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
-    assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
+    with pytest.raises(RunFinished, match="raise num_train_epochs"):
+        resumed(tmp_path, num_train_epochs=1, **epoch)
     assert resumed(tmp_path, num_train_epochs=2, **epoch)[0].state.global_step == 16
     assert resumed(tmp_path, max_steps=18, save_strategy="no")[0].state.global_step == 18
 

@@ -39,9 +39,7 @@ def weights_of(trainers: list[Trainer]) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(family: str, tmp_path: Path) -> None:
-    """Nor does a run that had finished lose its weights."""
     whole = weights_of(trained(tmp_path, family))
-    assert torch.equal(weights_of(trained(tmp_path, family)), whole), "a run that had finished"
     for region in range(2):
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
         assert list(folders.checkpoints(tmp_path / f"region-{region}")) == [BACK]

@@ -13,10 +13,9 @@ import pytest
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.cli.simulate import Labeled
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import InputError, RunFinished
 from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot.folders import SAVED
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarize
 
@@ -157,48 +156,26 @@ def test_of_many_regions_one_speaks() -> None:
     ]
 
 
-def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
-    """Resumed, it leaves every file of the model as it is; a model that is missing, or of unknown origin, is saved again."""
+def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path) -> None:
+    """Resumed, it changes no file of the model, and says where the weights with which it has finished lie."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
     own = [f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
     sets = [*TINY, *own, "training.save_strategy=steps", "training.save_steps=2"]
     simulate(RECIPE, overrides=sets)
-    folder = tmp_path / "run" / "simulated" / "region-1"
+    folder = tmp_path / "run" / "simulated" / "region-0"
     names = [path.name for path in folder.iterdir() if path.is_file()]
     assert {"model.safetensors", "config.json", "README.md"} <= set(names)
-    with (folder / "README.md").open("a") as card:
-        card.write("mine\n")
     times = {name: (folder / name).stat().st_mtime_ns for name in names}
-    weights = (folder / "model.safetensors").read_bytes()
-    again = [*sets, "training.resume_from_checkpoint=true"]
-    simulate(RECIPE, overrides=again)
+    last = folder / f"checkpoint-{STEPS}"
+    with pytest.raises(
+        RunFinished, match=rf"Its model lies in {last}\. To train on, raise max_steps"
+    ) as over:
+        simulate(RECIPE, overrides=[*sets, "training.resume_from_checkpoint=true"])
+    assert over.value.exit_code == 0
     assert {name: (folder / name).stat().st_mtime_ns for name in names} == times
-    (folder / "model.safetensors").unlink()
-    (folder / SAVED).write_bytes(b"\xff")  # damaged
-    simulate(RECIPE, overrides=again)
-    assert (folder / "model.safetensors").read_bytes() == weights
-
-
-def test_the_model_of_an_earlier_run_is_not_taken_for_that_of_a_finished_one(tmp_path: Path) -> None:
-    """A run is killed after its last checkpoint, before it saves its model: its resume saves it over the earlier one."""
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
-    sets = [*TINY, f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
-    sets += ["training.save_strategy=steps", "training.save_steps=2"]
-    simulate(RECIPE, overrides=sets)
-    folder = tmp_path / "run" / "simulated" / "region-1"
-    earlier = {name: (folder / name).read_bytes() for name in ("model.safetensors", SAVED)}
-    longer = [*sets, f"training.max_steps={STEPS + 2}", "training.resume_from_checkpoint=true"]
-    simulate(RECIPE, overrides=longer)
-    for name, content in earlier.items():
-        (folder / name).write_bytes(content)
-    simulate(RECIPE, overrides=longer)
-    last = folder / f"checkpoint-{STEPS + 2}"
     assert (folder / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
-    assert (folder / "model.safetensors").read_bytes() != earlier["model.safetensors"]
 
 
 @pytest.mark.parametrize("what", [RECIPE, lambda region: region], ids=["a recipe", "a function"])
