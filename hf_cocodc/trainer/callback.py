@@ -38,6 +38,7 @@ from .leaving import answer, first_signal, leave, say_farewell
 from .loop import TrainerLoop, go_along
 from .patches import Patches
 from .samples import first_samples
+from .weights import refuse_unsaved
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +321,7 @@ class CoCoDCCallback(TrainerCallback):
         trainer = self._trainer
         assert trainer is not None
         refuse_unsupported(trainer.accelerator, self.config, trainer.model)
+        refuse_unsaved(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
         self.outer, self._signal = None, None
         self._best.forget()
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds

@@ -118,37 +118,6 @@ def test_an_adapter_that_is_added_ends_the_run_with_its_name(tmp_path: Path) -> 
     refused(tmp_path, build, Adding(), r"\.second\..* is trainable now")
 
 
-class Borrowed(TrainerCallback):
-    """Trains a weight of the base, beside the adapters, until step 7."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        [norm] = [param for name, param in model.named_parameters() if name.endswith("model.norm.weight")]
-        norm.requires_grad_(state.global_step < 7)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # of older releases of PEFT
-@pytest.mark.parametrize("saved_at", [5, 9])
-def test_a_base_that_was_trained_beside_adapters_is_resumed(saved_at: int, tmp_path: Path) -> None:
-    """Also where it is frozen when the checkpoint is saved."""
-
-    def train(folder: Path, link: Link, resumes: bool) -> dict[str, Tensor]:
-        torch.manual_seed(1)  # of the base, which no checkpoint holds
-        model = get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM"))
-        model.get_submodule("base_model.model.model.norm").requires_grad_(True)
-        trainer = make(folder, link, "diloco", (Borrowed(),), model=model, save_steps=saved_at, max_steps=12)
-        trainer.train(resume_from_checkpoint=resumes)
-        return weights(trainer)
-
-    whole = simulate(lambda region, link: train(tmp_path, link, False), regions=2)
-    for region in range(2):
-        shutil.rmtree(tmp_path / f"region-{region}" / "checkpoint-12")
-    for mine, theirs in zip(
-        whole, simulate(lambda region, link: train(tmp_path, link, True), regions=2), strict=True
-    ):
-        same(mine, theirs)
-
-
 class Spoiling(TrainerCallback):
     """Changes a frozen weight in one region alone."""
 

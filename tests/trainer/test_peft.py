@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +28,7 @@ from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.base import Handle, Link, MeanRequest
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.connect import hello
+from hf_cocodc.trainer.weights import refuse_unsaved
 from tests.toys import RECOMPUTING, llama
 from tests.trainer.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 
@@ -231,6 +240,57 @@ def test_prompts_have_no_blocks(tmp_path: Path) -> None:
         train(tmp_path, build)
     outcomes = train(tmp_path, build, config=OuterConfig(method="diloco", sync_interval=4))
     assert outcomes[0].params.numel() == 4 * 16
+
+
+def unfrozen(*names: str, **more: Any) -> PeftModel:
+    """A LoRA whose base is trained as well, in modules of these names."""
+    model = lora(0, **more)
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad or any(each in name for each in names))
+    return model
+
+
+def test_what_peft_would_not_save_is_not_trained(tmp_path: Path) -> None:
+    """It would be trained and sent, and missing in every export: refused before the regions meet."""
+    lost = "base_model.model.model.norm.weight"
+    with pytest.raises(
+        InputError, match=rf"save_pretrained leaves out.*{lost}.*modules=\['norm'\]: modules_to_save"
+    ):
+        train(tmp_path, lambda region: unfrozen("model.norm"))
+    assert not list(tmp_path.rglob("journal.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(KINDS[name] for name in ("lora", "dora", "tokens", "modules_to_save", "tied adapters")),
+        lambda seed: lora(seed, biased(), bias="lora_only"),
+        lambda seed: lora(seed, biased(), bias="all"),
+        lambda seed: _adapted(seed, PromptEncoderConfig(num_virtual_tokens=4)),
+    ],
+)
+def test_what_peft_saves_is_trained(build: Callable[[int], nn.Module]) -> None:
+    """Biases too, since PEFT 0.21."""
+    refuse_unsaved(build(0))
+
+
+def biased() -> nn.Module:
+    """A Llama whose layers have biases."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.bias = nn.Parameter(torch.zeros(layer.mlp.up_proj.out_features))
+    return model
+
+
+def test_a_trained_weight_that_a_model_does_not_save_is_refused() -> None:
+    """A model without adapters says so itself."""
+    model = llama()
+    refuse_unsaved(model)
+    model._keys_to_ignore_on_save = {"lm_head.weight"}
+    with pytest.raises(InputError, match="this run trains \\(lm_head.weight\\)"):
+        refuse_unsaved(model)
+    model.lm_head.requires_grad_(False)
+    refuse_unsaved(model)
 
 
 def changed(model: nn.Module, name: str) -> nn.Module:
