@@ -95,6 +95,7 @@ class Elastic:
 
     def guard(self, step: Callable[[], Words | None]) -> None:
         """Make an inner step and do what comes after it; come back if the others have gone on without this region."""
+        began = self._training.link.clock()
         try:
             words = step()
             if self._left_behind is not None:
@@ -104,11 +105,13 @@ class Elastic:
             if self._leaves:
                 self._training.endings.end("leave", f"the others have gone on without this region: {error}")
                 return
-            self.come_back(error)
+            self.come_back(error, self._training.link.clock() - began)
 
-    def come_back(self, error: LeftBehind) -> None:
-        """Be a member again after the others have gone on without this region. Raises LinkError if there is no run any more."""
-        self._is_in(self._newcomer.come_back(error))
+    def come_back(self, error: LeftBehind, held_s: float = 0.0) -> None:
+        """Be a member again after the others have gone on without this region, `held_s` seconds after it last trained. Raises
+        LinkError if there is no run any more.
+        """
+        self._is_in(self._newcomer.come_back(error, held_s))
 
     @contextlib.contextmanager
     def spare(self, what: str) -> Iterator[None]:

@@ -100,9 +100,10 @@ class JoiningRank:
         tell("training", news=words)
         return marker
 
-    def come_back(self, error: LeftBehind) -> Marker:
+    def come_back(self, error: LeftBehind, held_s: float = 0.0) -> Marker:
         """Be a newcomer, after the others have gone on without this region, and keep what it has trained. See `_follow`."""
         training, before = self._training, self._training.inner_step
+        training.journal.write("away", step=before, held_s=round(held_s, 3), why=str(error))
         logger.warning(
             "region %d comes back, in this process, with what it has trained: %s", training.link.region, error
         )

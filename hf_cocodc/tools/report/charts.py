@@ -1,6 +1,8 @@
 """The pictures of runs: line charts, and the timeline. matplotlib is imported only to draw."""
 
 import io
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from .runs import RunRecord
 from .spending import sent_over, shares, spent, totals
 from .summary import summarize
 from .timeline import unit_of
-from .waits import Activity, sections
+from .waits import Activity, Story, sections
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
 _STYLES = ("-", "--", ":", "-.")
@@ -45,6 +47,21 @@ _STYLE = {
 }
 _IDS = re.compile(r'(<g|<svg)([^>]*?) id="[A-Za-z]+[0-9a-z]*_\d+"')
 _INK = re.compile(r"#000000|#222222")
+_COLOR = re.compile(r"(?<=: )#([0-9a-f]{6})(?=[;\"])")
+IN_THE_DARK = {
+    "0072b2": "#4da6e0",
+    "d55e00": "#ff8a3d",
+    "009e73": "#2fc796",
+    "cc79a7": "#e29cc2",
+    "e69f00": "#ffb733",
+    "56b4e9": "#7cc8f5",
+    "7a7a7a": "#a8a8a8",
+    "808080": "#a8a8a8",
+    "8c6d1f": "#c9a44a",
+    "b0b0b0": "#6b7280",
+    timeline.COLORS[Activity.TRAINING][1:]: "#39465a",
+}
+"""What stands on a dark page for a color of the pictures."""
 
 Points = list[tuple[float, float]]
 Draw = Callable[[Any, RunRecord], None]
@@ -84,7 +101,10 @@ def _svg(made: Any) -> str:
     none = {"Date": None, "Creator": None, "Format": None, "Type": None}
     made.savefig(file, format="svg", metadata=none, transparent=True)
     text = file.getvalue()
-    return _INK.sub("currentColor", _IDS.sub(r"\1\2", text[text.index("<svg") :]))
+    text = _INK.sub("currentColor", _IDS.sub(r"\1\2", text[text.index("<svg") :]))
+    return _COLOR.sub(
+        lambda each: f"var(--c{each[1]}, {each[0]})" if each[1] in IN_THE_DARK else each[0], text
+    )
 
 
 def _described(axis: Any) -> str:
@@ -102,7 +122,8 @@ def _described(axis: Any) -> str:
 
 def losses(runs: Sequence[RunRecord]) -> list[Picture]:
     """The losses of runs against steps, tokens, bytes and time."""
-    wanted = [0, 1, 2, *([] if all(run.in_steps for run in runs) else [3])]
+    wanted = [0, *([1] if any(run.tokens(1) is not None for run in runs) else []), 2]
+    wanted += [] if all(run.in_steps for run in runs) else [3]
     return [_chart(lambda axis, which=which: draw_losses(axis, runs, which)) for which in wanted]  # type: ignore[misc]
 
 
@@ -262,6 +283,20 @@ def smooth(points: Points) -> Points:
     return smoothed
 
 
+def _gaps(story: Story, times: Sequence[float]) -> list[int]:
+    """The places of the first values after the region was not there."""
+    parts = np.searchsorted([begin for begin, _ in story.there], times, side="right")
+    return [] if story.in_steps else (1 + np.flatnonzero(np.diff(parts))).tolist()
+
+
+def _broken(points: Points, gaps: Sequence[int]) -> tuple[list[float], list[float]]:
+    """The xs and ys of a line that is not drawn through the gaps."""
+    parts = [points[a:b] for a, b in itertools.pairwise([0, *gaps, len(points)])]
+    kept = [[*thin(part), (part[-1][0], math.nan)] for part in parts if part]
+    xs, ys = zip(*itertools.chain.from_iterable(kept), strict=True)
+    return list(xs[:-1]), list(ys[:-1])
+
+
 def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
     """Training loss of each region and held-out loss against one of `AXES`; each of several runs has a color of its own."""
     from matplotlib.ticker import EngFormatter
@@ -272,23 +307,26 @@ def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
         held_out: dict[float, tuple[float, float]] = {}
         for place, journal in enumerate(run.journals):
             points: Points = []
+            times: list[float] = []
             for kind, at, loss in _losses(run, journal, run.shifts[place]):
                 if (x := at[which]) is None:
                     continue
                 if kind == "log":
                     points.append((x / scale, loss))
+                    times.append(at[3] or 0.0)
                 else:
                     held_out.setdefault(at[0] or 0.0, (x / scale, loss))
             if not points:
                 continue
             look = style(place if is_one else number)
             is_rough = len(points) > _ROUGH
+            gaps = _gaps(run.stories[place], times)
             if is_rough and is_one:
-                axis.plot(*zip(*thin(points), strict=True), color=look["color"], lw=0.5, alpha=0.25)
+                axis.plot(*_broken(points, gaps), color=look["color"], lw=0.5, alpha=0.25)
             label = f"region {journal.region}" if is_one else None if place else f"{run.name}: training"
-            shown = thin(smooth(points) if is_rough else points)
-            look |= {"lw": 1.2, "alpha": 0.9} if is_one else {"lw": 0.8, "alpha": 0.6}
-            axis.plot(*zip(*shown, strict=True), label=label, **look)
+            look |= {"lw": 1.2, "alpha": 0.9} if is_one else {"lw": 0.9, "alpha": 0.8}
+            look |= {"marker": "." if len(points) < _COARSE // 2 else None, "ms": 4}
+            axis.plot(*_broken(smooth(points) if is_rough else points, gaps), label=label, **look)
         if held_out:
             dark = "#000000" if is_one else CYCLE[number % len(CYCLE)]
             label = "held out" if is_one else f"{run.name}: held out"
@@ -299,9 +337,10 @@ def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
             )
     axis.set_xlabel(unit.label if which == 3 else AXES[which])
     if not axis.lines:
-        words = "the journals do not say\nhow many tokens a step has" if which == 1 else "no losses yet"
         axis.set(xticks=[], yticks=[])
-        axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", va="center", color="#7a7a7a")
+        axis.text(
+            0.5, 0.5, "no losses yet", transform=axis.transAxes, ha="center", va="center", color="#7a7a7a"
+        )
     elif which in (1, 2):
         axis.xaxis.set_major_formatter(EngFormatter("B" if which == 2 else ""))
     plain(axis, "loss (nats per token)")

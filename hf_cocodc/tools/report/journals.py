@@ -85,6 +85,7 @@ _NEEDED: dict[str, dict[str, Rule]] = {
     "join": {"epoch": COUNT, "region": NUMBERED},
     "late": {"epoch": COUNT, "region": NUMBERED},
     "left": {"epoch": COUNT, "region": NUMBERED},
+    "away": {"held_s": SECONDS},
     "note": {"message": TEXT},
 }
 """What an event of a kind must have."""

@@ -152,19 +152,16 @@ def _notices(run: Events) -> Iterator[_Notice]:
 
 def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
     """From which inner step to which the region of a journal was away, each time that it came back."""
+    left: int | None = None
     for place, event in enumerate(run):
-        if event["kind"] != "join" or event["region"] != run[0]["region"]:
-            continue
-        first = place
-        if place and run[place - 1]["kind"] == "epoch" and run[place - 1]["epoch"] == event["epoch"]:
-            first = place = place - 1  # of the return itself
-        while first and (first == place or run[first]["kind"] not in (*BEGINNINGS, "epoch")):
-            first -= 1
-        if run[first]["kind"] == "epoch":  # the process went on: only the members had gone on without it
-            first = place
-        earlier = [each["step"] for each in run[:first] if each.get("step") is not None]
-        if earlier and earlier[-1] < event["step"]:
-            yield earlier[-1], event["step"]
+        if event["kind"] in BEGINNINGS:
+            left = run[place - 1]["step"] if place else None
+        elif event["kind"] == "away" and left is None:
+            left = event["step"]
+        elif event["kind"] == "join" and event["region"] == run[0]["region"]:
+            if left is not None and left < event["step"]:
+                yield left, event["step"]
+            left = None
 
 
 def _without(region: int, left_at: int, back_at: int, history: Sequence[MemberChange]) -> list[MemberChange]:

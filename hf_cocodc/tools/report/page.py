@@ -1,5 +1,6 @@
 """The report of runs as one HTML page. It has no script and loads nothing: what journals say is shown as text."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,12 +14,15 @@ from .charts import Picture
 from .journals import unreadable
 from .members import sentence
 from .runs import RunRecord
-from .spending import longest_waits, spent
+from .spending import NOT_THERE, longest_waits, spent, union
 from .summary import summarize
+from .waits import Activity
 
 _MOST_TEXT = 300
 _MOST_WAITS = 12
 _MOST_SETTINGS = 400
+_MUCH = 0.05
+"""A share of a region's time from which on something is worth a word of advice."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -
     except ImportError as error:
         raise InputError("a report needs jinja2. Run `pip install 'hf-cocodc[plots]'`.") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["said"] = _said
+    environment.filters |= {"said": _said, "prose": _prose}
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     sections = [ReportSection("Loss", _losses(runs))]
     for run in runs:
@@ -71,6 +75,8 @@ def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -
         title=_said(", ".join(run.name for run in runs)),
         headline="; ".join(_headline(run) for run in runs),
         problems=_problems(runs),
+        dark=charts.IN_THE_DARK,
+        advice=[words for run in runs for words in _advice(run, f"{run.name}: " if len(runs) > 1 else "")],
         overview=_overview(runs),
         sections=sections,
         version=__version__,
@@ -82,6 +88,49 @@ def _said(value: object) -> str:
     """A text from a journal as it is shown: printable characters only, cut if it is long."""
     plain = "".join(each if each.isprintable() else " " for each in str(value)[: 4 * _MOST_TEXT])
     return plain if len(plain) <= _MOST_TEXT else f"{plain[:_MOST_TEXT]}..."
+
+
+def _prose(value: object) -> Any:
+    """A sentence as HTML: what stands between backticks is code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_said(value)))))
+
+
+def _advice(run: RunRecord, name: str) -> list[str]:
+    """What would make the run faster, if anything would by much."""
+    if run.in_steps:
+        return []
+    there = [max(sum(end - begin for begin, end in union(story.there)), 1e-9) for story in run.stories]
+    advice = []
+    for what, seconds in spent(run):
+        share, region = max(
+            (s / t, story.region) for s, t, story in zip(seconds, there, run.stories, strict=True)
+        )
+        if share < _MUCH:
+            continue
+        if what == Activity.FOR_THE_LINK.value:
+            advice.append(
+                f"{name}region {region} waited for the link for {100 * share:.0f} % of its time. `hf-cocodc plan` finds settings "
+                "that hide transfers behind training: more `overlap_steps`, a larger `sync_interval`, or a codec."
+            )
+        elif what.startswith("waiting for region"):
+            late = what.removeprefix("waiting for ")
+            advice.append(
+                f"{name}region {region} waited for {late} for {100 * share:.0f} % of its time. Give {late} less work per step: a "
+                "smaller batch, with `may_differ: batch` in the regions and `weights: tokens`."
+            )
+        elif what == Activity.HANDLING.value:
+            advice.append(
+                f"{name}sends and landings took {100 * share:.0f} % of the time of region {region}. A larger `sync_interval` "
+                "makes them rarer."
+            )
+        elif what == NOT_THERE:
+            gone = sum(1 for each in run.stories[run.regions.index(region)].there) - 1
+            times = f", with {gone} return{'s' * (gone != 1)}" if gone else ""
+            share = seconds[run.regions.index(region)] / max(run.end, 1e-9)
+            advice.append(f"{name}region {region} was not there for {100 * share:.0f} % of the run{times}.")
+    return advice
 
 
 def _headline(run: RunRecord) -> str:

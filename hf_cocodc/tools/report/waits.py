@@ -69,12 +69,14 @@ class Story:
     """What one region did.
 
     Attributes:
-        there: from when to when its process was in the run; times are on the common axis.
+        in_steps: time stood still; inner steps stand for it.
+        there: from when to when the region took part in the run; times are on the common axis.
         spans: what it did besides training, ordered by beginning; without landings until `blame` adds them.
         flights: its transfers, ordered by landing.
     """
 
     region: int
+    in_steps: bool = False
     there: list[tuple[float, float]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
@@ -103,7 +105,7 @@ def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = 
 
     `offsets` has what to add to the times of each of its `sections` for the common axis.
     """
-    story = Story(journal.region)
+    story = Story(journal.region, in_steps)
     for section, offset in zip(sections(journal.events), offsets, strict=True):
         _tell(story, section, _clock(section, offset, in_steps), in_steps)
     story.flights.sort(key=lambda flight: flight.sent if flight.landed is None else flight.landed)
@@ -118,11 +120,22 @@ def _clock(section: Sequence[Event], offset: float, in_steps: bool) -> Callable[
 
 def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], in_steps: bool) -> None:
     begin, end = at(section[0]), max(map(at, section))
-    story.there.append((begin, max(begin, end)))
+    # a region that comes to others that train follows them first
+    is_in = not any(_is_own_join(story, event) for event in section) or "from_region" not in section[0]
     sends: dict[tuple[int, int], Event] = {}
     for event in section:
         kind = event["kind"]
-        if kind == "send":
+        if _is_own_join(story, event):
+            begin = begin if is_in else at(event)
+            is_in = True
+        elif not is_in:
+            continue
+        elif kind == "away":
+            since = at(event) - (0.0 if in_steps else figure(event, "held_s") or 0.0)
+            story.there.append((begin, max(since, begin)))
+            sends.clear()
+            is_in = False
+        elif kind == "send":
             sends[event["fragment"], event["step"]] = event
             story.spans += _held(event, at(event), in_steps)
         elif kind in ("land", "void"):
@@ -137,8 +150,14 @@ def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], 
             story.spans += _spans(
                 (since, since + blocked, Activity.FOR_THE_LINK), (since + blocked, at(event), doing)
             )
+    if is_in:
+        story.there.append((begin, max(begin, end)))
     for (fragment, step), event in sends.items():
         story.flights.append(Flight(fragment, step, None, at(event)))
+
+
+def _is_own_join(story: Story, event: Event) -> bool:
+    return event["kind"] == "join" and event["region"] == story.region
 
 
 def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_steps: bool) -> Flight:

@@ -219,3 +219,58 @@ def write(region_folder: Path, events: list[dict[str, Any]], name: str = "journa
 
 def _add(events: list[dict[str, Any]], kind: str, time_s: float, step: int, **facts: Any) -> None:
     events.append({"kind": kind, "time_s": round(time_s, 4), "step": step, **facts})
+
+
+def a_cut_run(
+    folder: Path, *, steps: int = 200, cut: tuple[int, int] = (50, 150), tokens: bool = True
+) -> list[Path]:
+    """A run of two regions, an inner step a second, of which region 1 is cut off for a time and comes back in its process.
+
+    It waits from the second `cut[0]` on, notices it 5 s before `cut[1]`, follows the others, and is a member at `cut[1]` again.
+    """
+    training = {"batch": 4, **({"data.block_size": 128} if tokens else {})}
+    paths = []
+    for region in (0, 1):
+        events: list[dict[str, Any]] = []
+        _add(events, "start", 0.0, 0, region=region, num_regions=2, num_params=1000, num_fragments=1, bytes_sent=0,
+             timing="measured", outer={"method": "diloco"}, training=training, run="elastic", at=1.79e9)  # fmt: skip
+        _add(events, "epoch", 0.0, 0, epoch=0, members=[0, 1], why="")
+        for step in range(1, steps + 1):
+            is_cut = cut[0] < step < cut[1]
+            now = float(step)
+            if region == 1 and is_cut:
+                if step == cut[1] - 1:
+                    _add(
+                        events,
+                        "away",
+                        now - 4,
+                        cut[0],
+                        held_s=now - 4 - cut[0],
+                        why="no way to the coordinator",
+                    )
+                    for late in range(cut[0] + 10, step, 10):
+                        _add(
+                            events,
+                            "land",
+                            now - 1 + late / 1e4,
+                            late,
+                            fragment=0,
+                            sent_at=late - 2,
+                            blocked_s=0.0,
+                        )
+                continue
+            if step == cut[0] + 10:
+                _add(events, "epoch", now, step, epoch=1, members=[0], why="region 1 is lost")
+            if step == cut[1]:
+                if region == 1:
+                    _add(events, "join", now, step, epoch=2, region=1, donor=0, base=cut[1] - 10)
+                _add(events, "epoch", now, step, epoch=2, members=[0, 1], why="region 1 has come in")
+            if step % 5 == 0:
+                _add(events, "log", now, step, loss=3 - step / 100)
+            if step % 10 == 0 and step != cut[1]:
+                _add(events, "send", now, step, fragment=0)
+                _add(events, "land", now + 0.5, step + 1, fragment=0, sent_at=step, blocked_s=0.4, took_s=0.5,
+                     transfer_s=0.4, bytes_sent=100, members=[0] if is_cut else [0, 1])  # fmt: skip
+        _add(events, "finish", steps + 0.6, steps, blocked_s=4.0, bytes_sent=1000)
+        paths.append(write(folder / f"region-{region}", events))
+    return paths

@@ -74,7 +74,8 @@ def test_a_region_alone_with_its_journal_knows_when_it_was_away() -> None:
 
 def test_a_region_that_was_late_in_its_own_words() -> None:
     """Its process went on: there is no new start in its journal."""
-    run = journal(3, event("log", 100, loss=1.0), event("join", 150, epoch=2, region=3), epoch(2, 150, *ALL))
+    away = event("away", 100, held_s=30.0)
+    run = journal(3, away, event("land", 140), event("join", 150, epoch=2, region=3), epoch(2, 150, *ALL))
     assert spans(changes([run]), 200)[3] == [(0, 100), (150, 200)]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.cli.main import main
-from tests.tools.report.made import a_run, write
+from tests.tools.report.made import a_cut_run, a_run, write
 
 EVIL = "</title></style><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{$ \ud800\0"
 ALLOWED = {
@@ -34,7 +34,7 @@ ALLOWED = {
         "summary",
         "footer",
     ),
-    *("table", "thead", "tbody", "tr", "th", "td", "ul", "li"),
+    *("table", "thead", "tbody", "tr", "th", "td", "ul", "li", "code"),
     *(
         "svg",
         "g",
@@ -244,6 +244,55 @@ def test_pictures_say_what_is_seen_and_differ_by_more_than_color(tmp_path: Path)
     assert any("waiting for region 1" in words for words in described)
     assert "<pattern" in text and "prefers-color-scheme: dark" in text
     assert not re.search(r"(fill|stroke): #000000", text)
+
+
+def test_a_page_gives_advice_and_shows_code_as_code(tmp_path: Path) -> None:
+    """What the time went into, with the way out; no backtick is left."""
+    a_cut_run(tmp_path / "cut")
+    a_run(tmp_path / "slow", late=-1, link_s=9.0)
+    paths = a_run(tmp_path / "fails")
+    with paths[0].open("a") as file:
+        file.write('{"kind": "error", "time_s": 99, "step": 80, "message": "Run `pip <b>`."}\n')
+    out = tmp_path / "page.html"
+    assert main(["report", *(str(tmp_path / name) for name in ("cut", "slow", "fails")), "-o", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert re.search(r"cut: region 1 was not there for 50 % of the run, with 1 return", text)
+    assert re.search(
+        r"slow: region \d waited for the link for \d\d % of its time. <code>hf-cocodc plan</code>", text
+    )
+    assert "<code>pip &lt;b&gt;</code>" in text and "`" not in text
+
+
+def test_lines_stand_out_on_a_dark_page(tmp_path: Path) -> None:
+    """By the contrast that the Web's guidelines want of text, 4.5 to 1, also where a line lets the page shine through."""
+    for name in ("a", "b", "c"):
+        a_run(tmp_path / name, regions=2)
+    out = tmp_path / "page.html"
+    assert main(["report", *(str(tmp_path / name) for name in "abc"), "-o", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    paper = re.findall(r"--paper: (#[0-9a-f]{6})", text)[-1]
+    dark = dict(re.findall(r"--(c[0-9a-f]{6}): (#[0-9a-f]{6})", text))
+    style = r"fill: none; stroke: var\(--(c[0-9a-f]{6}), #[0-9a-f]{6}\);(?: stroke-opacity: ([\d.]+);)? stroke-width"
+    shown = {(dark[name], float(alpha or 1)) for name, alpha in re.findall(style, text) if name != "cb0b0b0"}
+    assert len(shown) == 6, "three colors, of training losses and of all else"
+    for color, alpha in shown:
+        assert contrast(mixed(color, paper, alpha), parts(paper)) > 4.5, (color, alpha)
+
+
+def parts(color: str) -> list[float]:
+    return [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+
+
+def mixed(color: str, paper: str, alpha: float) -> list[float]:
+    return [alpha * a + (1 - alpha) * b for a, b in zip(parts(color), parts(paper), strict=True)]
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    linear = [
+        [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in each] for each in (one, other)
+    ]
+    dark, light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_rough_lines_are_smoothed_without_a_bias() -> None:

@@ -7,16 +7,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.tools.report.charts import draw_losses, losses
 from hf_cocodc.tools.report.journals import read_journal
 from hf_cocodc.tools.report.runs import load, read_run
-from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, spent
+from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, shares, spent
 from hf_cocodc.tools.report.summary import summarize
 from hf_cocodc.tools.report.timeline import windows
 from hf_cocodc.tools.report.waits import Activity, story_of
-from tests.tools.report.made import a_resumed_run, a_run, write
+from tests.tools.report.made import a_cut_run, a_resumed_run, a_run, write
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -273,3 +276,54 @@ def test_transfers_that_leave_at_one_moment_have_a_window(tmp_path: Path) -> Non
     [run] = load([tmp_path])
     found = windows(run)
     assert found and all(0 <= each.begin < each.end <= 6.1 for each in found)
+
+
+def test_a_region_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
+    """From when it last trained until it is a member again: it neither trains, nor lands what it follows."""
+    a_cut_run(tmp_path)
+    [run] = load([tmp_path])
+    assert run.stories[1].there == [pytest.approx((0, 50)), pytest.approx((150, 200.6))]
+    assert dict(spent(run))[NOT_THERE] == [0.0, pytest.approx(100, abs=0.1)]
+    assert run.attendance[1] == [(0, 60), (150, 201)], "the others notice it at step 60"
+    assert not [flight for flight in run.stories[1].flights if 51 < (flight.landed or 100) < 150]
+    by_activity = shares(run.stories[1], np.linspace(0.0, run.end, 21))
+    assert [share[8] for share in by_activity.values()] == pytest.approx([0.0] * len(by_activity))
+
+
+def test_a_region_that_joins_is_there_from_its_membership_on(tmp_path: Path) -> None:
+    """Not while it loads a base and follows the others."""
+    path = a_cut_run(tmp_path)[1]
+    events = events_of(path)
+    at = next(place for place, event in enumerate(events) if event["kind"] == "away")
+    later = [{**event, "time_s": event["time_s"] - 60} for event in events[at + 1 :]]
+    came = {**events[0], "kind": "resume", "step": 140, "time_s": 80.0, "at": 1.79e9 + 140, "from_region": 0}
+    write(path.parent.parent, [*events[:at], came, *later])
+    [run] = load([tmp_path])
+    assert [end - begin for begin, end in run.stories[1].there] == pytest.approx([50.5, 50.6], abs=0.2)
+
+
+def test_lines_of_loss_have_a_gap_where_a_region_was_not_there(tmp_path: Path) -> None:
+    """On every axis; and the axis of tokens is only there if they are known."""
+    a_cut_run(tmp_path, tokens=False)
+    [run] = load([tmp_path])
+    for which in (0, 2, 3):
+        axis = Figure().subplots()
+        draw_losses(axis, [run], which)
+        xs = next(line for line in axis.lines if line.get_label() == "region 1").get_xdata()
+        ys = next(line for line in axis.lines if line.get_label() == "region 1").get_ydata()
+        assert np.isnan(ys).sum() == 1 and len(xs) == 2 * 10 + 1 + 1
+        assert not np.isnan(
+            next(line for line in axis.lines if line.get_label() == "region 0").get_ydata()
+        ).any()
+    assert ["tokens" in each.alt for each in losses([run])] == [False] * 3
+
+
+def test_the_middle_of_a_run_is_not_its_end(tmp_path: Path) -> None:
+    """Also if the run has few transfers: what would show the same is left out."""
+    for folder, steps in (("short", 45), ("long", 400)):
+        a_run(tmp_path / folder, steps=steps, fragments=1)
+        [run] = load([tmp_path / folder])
+        shown = {each.title: each for each in windows(run)}
+        middle, end = shown.get("In the middle of the run"), shown["At the end"]
+        assert middle is None or middle.end <= end.begin
+        assert (middle is None) == (folder == "short")
