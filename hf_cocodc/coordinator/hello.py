@@ -15,6 +15,15 @@ from ..settings import OuterConfig, RegionConfig
 
 DIGEST, FROZEN = "frozen parameters and buffers (digest)", "frozen parameters and buffers"
 """Fields of a hello: what is not synchronized and must be equal, and its tensors one by one (`packed`), for the message."""
+ORDER = "data.order"
+"""A fact of a hello: what `region_shard` has divided, in digests."""
+_WAYS_OUT = {
+    ORDER: "Regions divide different samples, or another order of them, so some would be trained twice and some never. Shuffle "
+    "or split with the same seed in every region before region_shard, or shuffle its result."
+}
+_WAY_OUT = (
+    "Start every region with the same recipe or options, the same weights and the same package versions."
+)
 _ONLY_SHOWN = ("host", "versions", "first samples", FROZEN)
 _MOST_NAMES = 1 << 24
 """Bytes of unpacked lines that are read."""
@@ -61,8 +70,8 @@ def first_difference(
         )
         return (
             f"region {first} and region {second} disagree on {field}: region {first} has {own}, region {second} has {other}. "
-            f"Start every region with the same recipe or options, the same weights and the same package versions.{remedy} If "
-            "these are two runs at one coordinator, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
+            f"{_WAYS_OUT.get(field, _WAY_OUT)}{remedy} If these are two runs at one "
+            "coordinator, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
         )
     return None
 

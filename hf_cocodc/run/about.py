@@ -13,6 +13,7 @@ from ..coordinator.hello import may_differ
 from ..errors import CheckpointError
 from ..snapshot.local_weights import base_digest
 from .inner_optimizer import parts_of
+from .shards import facts_of_shards
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
             if key in group
         ]
         facts[f"training.{name}"] = jsonable([v.item() if isinstance(v, Tensor) else v for v in values])
-    return About(model=function_of(model), facts=facts)
+    return About(model=function_of(model), facts=facts | facts_of_shards())
 
 
 def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:

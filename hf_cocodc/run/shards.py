@@ -6,11 +6,12 @@ Importing this module imports neither torch nor datasets. Each function imports 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from typing import Any
 
+from ..coordinator.hello import ORDER
 from ..errors import InputError
 from ..settings import (
     ENV_COORDINATOR,
@@ -29,18 +30,19 @@ def region_shard(
 ) -> Any:
     """Return the part of `dataset` that belongs to one region. Every sample is in exactly one part, in a fixed order.
 
-    All regions must pass the same samples in the same order. To shuffle, use the same seed in all regions before this
-    call, or shuffle the shard after it. A stream that splits itself over DataLoader workers needs the same number of
-    workers in all regions.
+    All regions must pass the same samples in the same order, which they compare when a run begins (`data.order`). To shuffle, use
+    the same seed in all regions before this call, or shuffle the shard after it. A stream that splits itself over DataLoader
+    workers needs the same number of workers in all regions.
 
     If regions may join the run (regions.max), the dataset has `max` parts, so that each region that ever takes part has one of
     its own: the part belongs to the number of the region, and a region that comes back goes on with it. Nobody reads the part
     of a region that is not there.
 
     Args:
-        dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if the number of files is
-            a multiple of num_regions, else strided), torch map-style dataset (strided Subset), or torch iterable
-            dataset (strided, no length). Strided: every num_regions-th sample.
+        dataset: datasets.Dataset (strided), datasets.IterableDataset (whole files if the number of files is a multiple of
+            num_regions, else strided, in an order that epochs do not change), torch map-style dataset (strided Subset), or torch
+            iterable dataset (strided, no length; what it draws from global generators depends on the epoch alone). Strided: every
+            num_regions-th sample.
         region: 0 .. num_regions - 1; or the RegionConfig of this region, which also has the number of regions. Default:
             environment HF_COCODC_REGION.
         num_regions: number of parts: of regions, or, if regions may join, of all that may take part at once; default:
@@ -48,7 +50,8 @@ def region_shard(
             is needed.
 
     Raises:
-        InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
+        InputError: the region does not exist, there are fewer samples than regions, `dataset` is not a dataset, or a stream is
+            shuffled without a seed.
 
     Examples:
         >>> dataset = ["a", "b", "c", "d", "e"]  # a torch map-style dataset: it has a length and an index
@@ -59,22 +62,42 @@ def region_shard(
     if num_regions == 1:
         return dataset
     import datasets
-    from datasets.distributed import split_dataset_by_node
     from torch.utils.data import IterableDataset, Subset
 
-    # First, because a datasets.IterableDataset may also be a torch IterableDataset.
-    if isinstance(dataset, datasets.IterableDataset):
-        return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
-    if isinstance(dataset, IterableDataset):
-        return _stride(dataset, region, num_regions)
+    from .samples import digest, order_of
+    from .streams import RegionStride, generators_of, part_of
+
+    # a datasets.IterableDataset may also be a torch IterableDataset
+    if isinstance(dataset, (datasets.IterableDataset, IterableDataset)):
+        _note(f"a stream {digest(generators_of(dataset))}")
+        divide = part_of if isinstance(dataset, datasets.IterableDataset) else RegionStride
+        return divide(dataset, region, num_regions)
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise InputError(f"{type(dataset).__name__} is not a dataset. Pass one split, map-style or iterable.")
     if len(dataset) < num_regions:
         counts = f"{len(dataset)} samples for {num_regions} regions"
         raise InputError(f"{counts}: each region needs at least one. Use more data or fewer regions.")
+    _note(order_of(dataset))
     if isinstance(dataset, datasets.Dataset):
-        return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
+        return dataset.shard(num_regions, region, contiguous=False)
     return Subset(dataset, range(region, len(dataset), num_regions))
+
+
+_divided = threading.local()
+"""What this thread has divided since a run began: simulated regions are threads."""
+
+
+def _note(order: str) -> None:
+    if getattr(_divided, "is_known", True):
+        _divided.orders, _divided.is_known = set(), False
+    _divided.orders.add(order)
+
+
+def facts_of_shards() -> dict[str, Any]:
+    """For the run that begins: what this region's calls of `region_shard` have divided, which must be equal in all regions."""
+    _divided.is_known = True
+    orders = sorted(getattr(_divided, "orders", ()))
+    return {ORDER: orders} if orders else {}
 
 
 def num_shards(count: int, most: int | None) -> int:
@@ -116,24 +139,3 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
         f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither. If regions may join, pass the "
         "RegionConfig, which has regions.max: region_shard(dataset, regions)."
     )
-
-
-def _stride(dataset: Any, region: int, num_regions: int) -> Any:
-    """Samples region, region + num_regions, ... of a torch iterable dataset, or of each DataLoader worker's part."""
-    from torch.utils.data import IterableDataset
-
-    # No __len__: torch would compare it with a count that depends on how `dataset` splits over DataLoader workers.
-    class RegionStride(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return itertools.islice(iter(dataset), region, None, num_regions)
-
-        # A spawned DataLoader worker gets a pickle, and pickle cannot find a class that a function defines.
-        def __reduce__(self) -> Any:
-            return _stride, (dataset, region, num_regions)
-
-    shard = RegionStride()
-    # Accelerate looks for these with hasattr(), to reshuffle each epoch in the same way on every rank.
-    for name in ("set_epoch", "generator"):
-        if hasattr(dataset, name):
-            setattr(shard, name, getattr(dataset, name))
-    return shard

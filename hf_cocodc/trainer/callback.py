@@ -23,6 +23,8 @@ from ..resolve import from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
+from ..run.samples import first_samples
+from ..run.shards import facts_of_shards
 from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.given import settings_of
@@ -37,7 +39,6 @@ from .hub import only_region_0_creates
 from .leaving import answer, first_signal, leave, say_farewell
 from .loop import TrainerLoop, go_along
 from .patches import Patches
-from .samples import first_samples
 from .weights import refuse_unsaved
 
 logger = logging.getLogger(__name__)
@@ -377,6 +378,6 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,
         model=function_of(model, trainer.processing_class),
-        facts={**facts, **jsonable(dict(more))},
+        facts={**facts, **facts_of_shards(), **jsonable(dict(more))},
         first_samples=first_samples(trainer.train_dataset),
     )

@@ -17,7 +17,7 @@ from transformers import Mamba2Config
 
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.run.about import About, function_of, jsonable, of_loop, refuse_another_run
-from hf_cocodc.trainer.samples import first_samples
+from hf_cocodc.run.samples import first_samples
 from tests.processes.worker import Tokens
 from tests.toys import llama
 

@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import os
 import pickle
+import random
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -130,12 +132,158 @@ def test_iterable_shard_under_accelerate() -> None:
 
 
 def test_iterable_shard_reshuffles() -> None:
-    """A shard has set_epoch exactly if its dataset has it, and passes it on."""
+    """A shard passes set_epoch on, or lets the epoch choose the stream's own generator."""
     shard = shards.region_shard(Reshuffled(6), 1, 2)
     shard.set_epoch(2)
     assert list(shard) == [201, 203, 205]
-    assert not hasattr(shards.region_shard(Numbers(6), 1, 2), "set_epoch")
     assert not hasattr(shard, "__len__")
+    passes = []
+    for region in range(2):
+        shard = shards.region_shard(OwnGenerator(12), region, 2)
+        for epoch in (0, 3):
+            shard.set_epoch(epoch)
+            passes.append(list(shard))
+    assert sorted(passes[0] + passes[2]) == sorted(passes[1] + passes[3]) == list(range(12))
+    assert passes[0] != passes[1]
+
+
+class Drawn(Numbers):
+    """A stream that draws its order from the global generators, when it begins and while it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        own = range(*(worker.id if worker else 0, self.count, worker.num_workers if worker else 1))
+        order = [own[place] for place in torch.randperm(len(own))]
+        while order:
+            yield order.pop((random.randrange(1 << 20) + int(np.random.randint(1 << 20))) % len(order))
+
+
+class OwnGenerator(Numbers):
+    def __init__(self, count: int, generator: torch.Generator | None = None) -> None:
+        super().__init__(count)
+        self.generator = generator or torch.Generator().manual_seed(7)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.count, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_draws_from_global_generators_is_partitioned(num_workers: int) -> None:
+    """Regions train with random numbers of their own: a stream draws apart from them, another order in each pass."""
+    passes: list[list[int]] = []
+    for region in range(2):
+        shard = shards.region_shard(Drawn(40), region, 2)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(100 + region)
+        before = torch.get_rng_state(), random.getstate()
+        for epoch in range(2):
+            shard.set_epoch(epoch)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+                passes.append([int(n) for n in DataLoader(shard, batch_size=None, num_workers=num_workers)])
+        if not num_workers:
+            assert random.getstate() == before[1]
+            list(shard)
+            torch.set_rng_state(before[0])
+            list(shard)
+            assert torch.equal(torch.get_rng_state(), before[0])
+    assert sorted(passes[0] + passes[2]) == sorted(passes[1] + passes[3]) == list(range(40))
+    assert passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("num_files", [6, 5, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_is_partitioned_alike_in_every_epoch(num_files: int, num_workers: int) -> None:
+    """datasets shuffles its files and its buffer in each epoch; no region reads a sample that another has read in any epoch."""
+    parts: list[set[int]] = []
+    for region in range(2):
+        shard = shards.region_shard(stream(60, num_files).shuffle(seed=1, buffer_size=7), region, 2)
+        read = []
+        for epoch in range(3):
+            shard.set_epoch(epoch)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+                loader = DataLoader(shard, batch_size=None, num_workers=min(num_workers, shard.num_shards))
+                read.append([int(row["n"]) for row in loader])
+        assert sorted(read[0]) == sorted(read[1]) == sorted(read[2])
+        parts.append(set(read[0]))
+    assert sorted([*parts[0], *parts[1]]) == list(range(60))
+    if not num_workers:
+        assert {row["n"] for row in pickle.loads(pickle.dumps(shard))} == parts[1]
+
+
+def test_the_part_of_a_stream_can_be_mapped_and_resumed() -> None:
+    """The stride of files that cannot be dealt evenly is a stream of datasets like any other."""
+    shard = shards.region_shard(stream(20, 3), 1, 2).map(lambda row: {"twice": 2 * row["n"]})
+    rows = iter(shard)
+    assert [next(rows)["twice"] for _ in range(3)] == [2, 6, 10]
+    resumed = shards.region_shard(stream(20, 3), 1, 2).map(lambda row: {"twice": 2 * row["n"]})
+    resumed.load_state_dict(shard.state_dict())
+    assert next(iter(resumed))["twice"] == 14
+
+
+def divided(*datasets: Any) -> dict[str, Any]:
+    """What one region says it has divided for its next run."""
+    shards.facts_of_shards()
+    for dataset in datasets:
+        shards.region_shard(dataset, 0, 2)
+    return shards.facts_of_shards()
+
+
+ROWS = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(50)]})
+
+
+def test_what_regions_divide_is_compared() -> None:
+    """Equal samples in equal order have equal facts; an order that nobody has given a seed has others."""
+    assert divided(ROWS) == divided(ROWS) != divided(ROWS.select(range(49)))
+    assert shards.facts_of_shards() == divided(ROWS.select(range(49)))
+    assert divided(ROWS, range(9)) == divided(range(9), ROWS) != divided(ROWS)
+    assert divided(ROWS.shuffle(seed=1)) == divided(ROWS.shuffle(seed=1)) != divided(ROWS.shuffle(seed=2))
+    seedless: list[Callable[[], Any]] = [
+        lambda: ROWS.shuffle(),
+        lambda: ROWS.train_test_split(test_size=0.5)["train"],
+        lambda: torch.utils.data.random_split(range(50), [25, 25])[0],
+        lambda: OwnGenerator(9, generator_of(int(torch.randint(1 << 30, ())))),
+    ]
+    for make in seedless:
+        facts = []
+        for region in range(2):
+            np.random.seed(region)
+            torch.manual_seed(region)
+            facts.append(divided(make()))
+        assert facts[0] != facts[1]
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_stream_that_is_shuffled_without_a_seed_is_refused() -> None:
+    """Every region would divide an order of its own."""
+    with pytest.raises(InputError, match=r"shuffled without a seed.*shuffle\(seed=42\)"):
+        shards.region_shard(stream(20, 2).shuffle().map(lambda row: row), 0, 2)
+    assert (
+        divided(stream(20, 2).shuffle(seed=1))
+        == divided(stream(20, 2).shuffle(seed=1))
+        != divided(stream(20, 2))
+    )
+
+
+def test_samples_that_differ_when_read_have_only_a_number() -> None:
+    """Augmentation from the global generators is read alike; from a generator of the dataset's own it cannot be compared."""
+
+    class Augmented:
+        def __init__(self, own: bool) -> None:
+            self.random = np.random.default_rng() if own else np.random
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return index + self.random.normal()
+
+    assert divided(Augmented(own=True)) == divided(Augmented(own=True)) == {"data.order": ["4 samples"]}
+    assert divided(Augmented(own=False)) == divided(Augmented(own=False)) != divided(Augmented(own=True))
 
 
 def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from ...net.pacing import congestion_of
 from ...resolve import settings
 from ...run.about import function_of
 from ...run.connect import hello
+from ...run.samples import spread_samples
 from ...settings.recipe import Recipe, facts_of_data
 from ...trainer.callback import COMPARED
-from ...trainer.samples import spread_samples
 from ...training import building
 from ...training.data import load_text
 from ...training.preflight import on_meta, preflight

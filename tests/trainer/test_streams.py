@@ -1,0 +1,87 @@
+"""What a Trainer's regions read of one stream or dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard, simulate
+from hf_cocodc.errors import HandshakeError
+from hf_cocodc.link.base import Link
+from tests.toys import VOCAB, llama
+
+COUNT, BATCH = 40, 2
+
+
+def row(number: int) -> dict[str, Any]:
+    """A sample whose first two tokens are its number."""
+    ids = torch.tensor([number // 8 + 1, number % 8 + 1, 3, 4]) % VOCAB
+    return {"input_ids": ids, "labels": ids}
+
+
+class GloballyShuffled(IterableDataset[Any]):
+    """Shuffles with torch's global generator, as many streams in scripts do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in torch.randperm(COUNT).tolist():
+            yield row(number)
+
+
+class Recorder(Trainer):
+    """Notes the numbers of the rows that it trains on."""
+
+    read: list[int]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.read += [(int(ids[0]) - 1) * 8 + int(ids[1]) - 1 for ids in inputs["input_ids"]]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def train(folder: Path, make: Callable[[int], Any], steps: int) -> list[list[int]]:
+    """The rows that each of two regions has trained on, each with its part of what `make(region)` returns."""
+
+    def body(region: int, link: Link) -> list[int]:
+        args = TrainingArguments(
+            output_dir=str(folder),
+            **{"max_steps": steps, "per_device_train_batch_size": BATCH, "seed": 3, "report_to": "none"},
+            **{"save_strategy": "no", "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True},
+        )
+        trainer = Recorder(
+            llama(),
+            args,
+            train_dataset=region_shard(make(region), region, link.num_regions),
+            callbacks=[CoCoDCCallback(OuterConfig(method="diloco", sync_interval=5), link=link)],
+        )
+        trainer.read = []
+        trainer.train()
+        return trainer.read
+
+    return simulate(body, regions=2)
+
+
+def test_a_globally_shuffled_stream_is_read_once(tmp_path: Path) -> None:
+    """Regions have random numbers of their own for dropout; the order of the stream does not come from them."""
+    read = train(tmp_path, lambda region: GloballyShuffled(), COUNT // BATCH // 2)
+    assert sorted(read[0] + read[1]) == list(range(COUNT))
+
+
+def test_orders_without_a_seed_are_refused(tmp_path: Path) -> None:
+    """Before step 1, in words that say what to do."""
+    rows = datasets.Dataset.from_list(
+        [{key: ids.tolist() for key, ids in row(n).items()} for n in range(COUNT)]
+    )
+
+    def shuffled(region: int) -> Any:
+        np.random.seed(region)  # as two processes would have it
+        return rows.shuffle()
+
+    with pytest.raises(HandshakeError, match=r"disagree on data\.order.*with the same seed.*data\.order"):
+        train(tmp_path, shuffled, 2)
