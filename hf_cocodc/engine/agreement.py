@@ -16,7 +16,16 @@ from ..link.records import Ending, Trailer
 from ..link.spreading import spread, spread_all
 from ..parts.codecs import unrounded
 from ..parts.codecs.base import Conversation
-from ..parts.tensors.flat import contents, digests, is_finite, local_shard, raw, split_views, tensors_in
+from ..parts.tensors.flat import (
+    contents,
+    digests,
+    is_finite,
+    local_shard,
+    offloaded,
+    raw,
+    split_views,
+    tensors_in,
+)
 from ..parts.tensors.memory import HOST, Departure, used_here
 from .account import Measurements, Record, Totals
 from .fragment import FragmentState
@@ -174,7 +183,7 @@ def check_same_end(
     tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names the first tensor that differs
     otherwise.
     """
-    own, wrong = digests(contents(model)), ""
+    own, wrong = digests(contents(model), offloaded(model)), ""
     changed: list[str] = []
     answers = link.gather(_checksum(step, own), "the end of the run")
     if differs(link, [other.digest for other in answers]):
@@ -184,7 +193,7 @@ def check_same_end(
         for note in notes:
             logger.warning(note)
             record("note", step=step, message=note)
-        own = digests(contents(model))
+        own = digests(contents(model), offloaded(model))
     if _in_any_lane(link, bool(wrong)):
         raise HandshakeError(
             (wrong or "another rank of this region says what differs between regions at the end of the run")

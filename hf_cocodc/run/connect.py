@@ -43,7 +43,7 @@ from ..link.within import ranks_of_region
 from ..net.members import Whereabouts
 from ..net.pacing import congestion_of
 from ..net.wire import Wire
-from ..parts.tensors.flat import contents, digests
+from ..parts.tensors.flat import contents, digests, offloaded
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
@@ -162,7 +162,7 @@ def frozen_tensors(model: nn.Module) -> list[str]:
     buffers, and other saved tensors, such as the scales of quantized weights. Of a sharded tensor, only this rank's shard.
     """
     held = {name: tensor for name, tensor in contents(model).items() if not tensor.requires_grad}
-    return [f"{name} {line}" for name, line in digests(held).items()]
+    return [f"{name} {line}" for name, line in digests(held, offloaded(model)).items()]
 
 
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()

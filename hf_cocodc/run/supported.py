@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import InputError, shown
 from ..link.group import RegionGroup
 from ..parts.codecs import has_radial, has_rank
-from ..parts.tensors.flat import local_shard
+from ..parts.tensors.flat import local_shard, offloaded
 from ..parts.tensors.memory import HOST, Home
 from ..resolve import from_config
 from ..settings import OuterConfig
@@ -37,6 +37,21 @@ def refuse_unsupported(
             raise InputError(
                 f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
                 "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
+            )
+    devices = {str(each) for each in (getattr(model, "hf_device_map", None) or {}).values()} - {"cpu", "disk"}
+    if len(devices) > 1:
+        raise InputError(
+            f"device_map puts the model on several devices ({', '.join(sorted(devices))}). This has not been tried: all outer "
+            "state would rest on the first. Load the model without device_map, and shard it with FSDP2 over the region's "
+            "GPUs, or give each region one GPU."
+        )
+    elsewhere = offloaded(model)
+    for name, param in model.named_parameters():
+        if param.requires_grad and name in elsewhere:
+            raise InputError(
+                f"the parameter {name} is trained, but Accelerate keeps its values on the host or on a disk (device_map), and "
+                "each forward pass has a copy: training would change the copy. Freeze it (requires_grad_(False)), or place it "
+                "on the device."
             )
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

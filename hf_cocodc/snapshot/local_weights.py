@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..parts.tensors.flat import alone, digests, local_shard, reshard
+from ..parts.tensors.flat import alone, digests, local_shard, offloaded, reshard
 from .manifest import FOLDER
 
 _UNSAVED = "unsaved_buffers"
@@ -32,17 +32,18 @@ def weights_file(lane: int | str = 0) -> str:
 def kept(model: nn.Module, synchronized: Collection[str] = ()) -> dict[str, Tensor]:
     """What a checkpoint restores of an unwrapped model, by name: this rank's own tensors, tied ones once.
 
-    These are all parameters and buffers, except the frozen base under adapters or quantized weights, which every run loads anew
-    and `base_digest` compares. Parameters that the run has trained (`synchronized`) count, even if they are frozen now.
+    These are all parameters and buffers, except what every run loads anew and `base_digest` compares: the frozen base under
+    adapters or quantized weights, and what is offloaded. Parameters that the run has trained (`synchronized`) count, even if
+    they are frozen now.
     """
     adapters = set(getattr(model, "peft_config", None) or ())
-    whole = not has_a_base(model)
+    whole, elsewhere = not _has_adapters(model), offloaded(model)
     frozen = {
         name
         for name, param in model.named_parameters()
         if not (whole or param.requires_grad or name in synchronized or adapters & set(name.split(".")))
     }
-    return {name: tensor for name, tensor in _all(model).items() if name not in frozen}
+    return {name: each for name, each in _all(model).items() if not (name in frozen or name in elsewhere)}
 
 
 def _all(model: nn.Module) -> dict[str, Tensor]:
@@ -56,8 +57,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_shard(buffer) for name, buffer in model.named_buffers()}
 
 
-def has_a_base(model: nn.Module) -> bool:
-    """Whether a model has frozen weights that no checkpoint holds."""
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether a model's frozen weights are a base that no checkpoint holds."""
     return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "is_quantized", False))
 
 
@@ -139,18 +140,23 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronized: Collection[s
 
 
 def base_digest(model: nn.Module) -> str | None:
-    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantized weights. None if
-    the model has no base, or if this rank does not hold it yet.
+    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantized weights, and what
+    is offloaded. None if the model has no base, or if this rank does not hold it yet.
     """
-    if not has_a_base(model):
+    elsewhere = offloaded(model)
+    if not elsewhere and not _has_adapters(model):
         return None
     mine = kept(model)
     ours = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    base: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if name not in mine}
+    base: dict[str, Tensor] = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name not in mine
+    }
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in ours:
             base[name] = tensor
-    if any(tensor.device.type == "meta" for tensor in base.values()):
+    if any(tensor.is_meta and name not in elsewhere for name, tensor in base.items()):
         return None
-    checksums = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
-    return f"{zlib.crc32(repr(checksums).encode()):08x}"
+    parts = {name: local_shard(base[name]) for name in sorted(base)}
+    return f"{zlib.crc32(repr(digests(parts, elsewhere)).encode()):08x}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.utils import DistributedType
 
 from hf_cocodc import OuterConfig
@@ -44,3 +45,26 @@ def test_stages_do_not_stop_by_themselves() -> None:
     refuse_unsupported(one, OuterConfig(), model, has_stages=True)
     with pytest.raises(InputError, match="on_nonfinite=stop with pipeline stages"):
         refuse_unsupported(one, config, model, has_stages=True)
+
+
+ALONE: Any = SimpleNamespace(distributed_type=DistributedType.NO)
+
+
+def test_a_model_over_several_devices_is_refused() -> None:
+    """Nobody has run it; on one device, with the rest offloaded, it is as any other."""
+    model = torch.nn.Linear(2, 2)
+    for device_map in ({"": 0}, {"a": "cuda:0", "b": "cpu", "c": "disk"}):
+        model.hf_device_map = device_map  # type: ignore[assignment]
+        refuse_unsupported(ALONE, OuterConfig(), model)
+    model.hf_device_map = {"a": 0, "b": 1, "c": "cpu"}  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"several devices \(0, 1\).*Load the model without device_map"):
+        refuse_unsupported(ALONE, OuterConfig(), model)
+
+
+def test_what_is_offloaded_cannot_be_trained() -> None:
+    """Training would change a copy, and throw it away."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    cpu_offload(model[0], "cpu")
+    with pytest.raises(InputError, match=r"the parameter 0.weight is trained, but Accelerate keeps"):
+        refuse_unsupported(ALONE, OuterConfig(), model)
+    refuse_unsupported(ALONE, OuterConfig(), model.requires_grad_(False))

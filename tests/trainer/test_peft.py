@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from peft import (
     IA3Config,
     LoraConfig,
@@ -27,6 +29,7 @@ from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.base import Handle, Link, MeanRequest
 from hf_cocodc.resolve import from_config
+from hf_cocodc.run.about import function_of
 from hf_cocodc.run.connect import hello
 from hf_cocodc.trainer.weights import refuse_unsaved
 from tests.toys import RECOMPUTING, llama
@@ -344,6 +347,43 @@ def test_frozen_weights_that_differ_are_refused(what: str) -> None:
         HandshakeError, match=r"region 0 and region 1 disagree on frozen parameters and buffers"
     ):
         compare(hellos)
+
+
+def offloaded(model: nn.Module, folder: Path | None = None) -> nn.Module:
+    """The model; of two layers of its base, Accelerate keeps the frozen weights on the host, or in a folder."""
+    for place, name in enumerate(("mlp.up_proj", "self_attn.q_proj")):
+        layer = model.get_submodule(f"base_model.model.model.layers.{place}.{name}.base_layer")
+        if folder is None:
+            cpu_offload(layer, "cpu", offload_buffers=True)
+        else:
+            disk_offload(layer, str(folder / name), "cpu", offload_buffers=True)
+    assert any(param.is_meta for param in model.parameters())
+    model.hf_device_map = {"model": "cpu", "lm_head": "cpu"}  # Trainer does not move it then
+    return model
+
+
+def test_weights_that_are_offloaded_are_compared(tmp_path: Path) -> None:
+    """They are read where they are, and are equal to those of a region that holds them: when regions meet, and at a resume."""
+    models = lora(0), offloaded(lora(1)), offloaded(lora(2), tmp_path)
+    compare([hello(each, {}, None, 1) for each in models])
+    assert len({function_of(each)["frozen base (digest)"] for each in models}) == 1
+    other = offloaded(changed(lora(0), f"{UP}.base_layer.weight"))
+    with pytest.raises(HandshakeError, match=r"disagree on frozen.*mlp.up_proj.base_layer.weight \[32, 16\]"):
+        compare([hello(models[1], {}, None, 1), hello(other, {}, None, 1)])
+    assert function_of(other)["frozen base (digest)"] != function_of(models[0])["frozen base (digest)"]
+
+
+def test_a_region_trains_with_an_offloaded_base(tmp_path: Path) -> None:
+    """Beside one that holds all of it; it resumes, too."""
+    more = {"save_strategy": "steps", "save_steps": 7}
+
+    def build(region: int) -> nn.Module:
+        return offloaded(lora(region)) if region else lora(region)
+
+    whole = train(tmp_path, build, **more)
+    for region in range(2):
+        shutil.rmtree(tmp_path / f"region-{region}" / f"checkpoint-{STEPS}")
+    assert torch.equal(train(tmp_path, build, resume=True, **more)[0].params, whole[0].params)
 
 
 def test_adapters_may_start_different_but_not_of_another_shape() -> None:

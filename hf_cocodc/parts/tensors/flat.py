@@ -6,6 +6,8 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,11 +121,34 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Shape, type and CRC-32 of each tensor, as a text. Takes about a second per GB and thread."""
+def offloaded(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """How to read each tensor of which a model has only the shape (meta), by name: with a `device_map`, hooks of Accelerate's
+    keep its values on the host or on a disk.
+    """
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "offload", False):
+                deep = each.place_submodules
+                for name, tensor in (*module.named_parameters("", deep), *module.named_buffers("", deep)):
+                    if tensor.is_meta:
+                        full = f"{path}.{name}" if path else name
+                        readers[full] = partial(each.weights_map.__getitem__, name)
+    return readers
+
+
+def digests(
+    tensors: Mapping[str, Tensor], elsewhere: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+) -> dict[str, str]:
+    """Shape, type and CRC-32 of each tensor, as a text. Takes about a second per GB and thread. `elsewhere`: see `offloaded`."""
+
+    def digest_of(name: str) -> str:
+        return _digest(elsewhere[name]() if name in elsewhere else tensors[name])
+
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-digest") as pool:
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+        return dict(zip(tensors, pool.map(digest_of, tensors), strict=True))
 
 
 def _digest(tensor: Tensor) -> str:
