@@ -191,11 +191,11 @@ class Patches:
         swap = self._callback.in_training
         folder = Path(output_dir or trainer.args.output_dir or ".")
         with saving(folder), self._own_global_weights() if swap else contextlib.nullcontext():
-            if outer is None or not (_internal_call and output_dir):
+            if outer is None:
                 save_model(output_dir, _internal_call)
                 return
             weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
-            if trainer.args.should_save:
+            if _internal_call and output_dir and trainer.args.should_save:
                 hub.write(folder, hub.section(outer))
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:

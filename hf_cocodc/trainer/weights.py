@@ -59,13 +59,14 @@ def _saved_of_adapters(model: nn.Module, adapters: Collection[str]) -> set[int]:
 
 
 def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> None:
-    """Save the model as it is, even if Trainer itself would save only shards."""
-    if not trainer.is_fsdp_enabled:
-        save_model()
-        return
-    weights = trainer.accelerator.get_state_dict(trainer.model)
-    if trainer.args.should_save:
-        trainer._save(str(folder), state_dict=weights)
+    """Save the model as it is. Trainer's own `save_model` writes no weights of an FSDP2 model whose states are saved as shards,
+    which is Accelerate's default.
+    """
+    if trainer.is_fsdp_enabled and "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+        if trainer.args.should_save:
+            trainer._save(str(folder), state_dict=weights)
+    save_model()  # after it: it may push what lies in the folder
 
 
 def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> None:

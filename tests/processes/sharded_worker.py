@@ -85,6 +85,7 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int, t
     try:
         trainer.train(resume_from_checkpoint=True)
         result["final"] = torch.cat([whole(p).detach().reshape(-1) for p in trainer.model.parameters()])
+        trainer.save_model()
     except RunStopped as error:
         result["stopped"] = str(error)
     if callback.outer is not None:  # else the run had finished

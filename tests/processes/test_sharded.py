@@ -76,6 +76,10 @@ def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
     head are split by rows, in every shard."""
     cut = {"num_fragments": 4 if how == "SHARDED" else 2}
     expected = regions(tmp_path / "whole", "fsdp", how, **cut)
+    final = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole" / "region-1"
+    )  # what save_model has written
+    assert torch.equal(params_of(final), expected["region1-rank0"]["final"])
     assert [found["pieces"] for found in expected.values()] == [8 if how == "SHARDED" else 0] * 4
     stopped = regions(tmp_path / "run", "fsdp", how, stop=4, **cut)
     assert "region 0 was interrupted" in stopped["region0-rank0"]["stopped"]

@@ -127,7 +127,7 @@ def offloaded(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     for path, module in model.named_modules():
-        hook = getattr(module, "_hf_hook", None)
+        hook: Any = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
             if getattr(each, "offload", False):
                 deep = each.place_submodules
