@@ -1,14 +1,18 @@
-"""What a region is doing now, and the error that ended it, told to the command that started the region.
+"""What a region is doing now, how far it has come, and the error that ended it, told to the command that started the region.
 
 The command names a file in the environment (`ENV_STATUS`), in a folder that holds nothing else. The region replaces the file
-whenever it begins something else. The file is no record: the journal is.
+whenever something in it changes; all that a command shows is in it (`run.progress` says what). The file is no record: the
+journal is.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,12 @@ PHASES = (
 _PHASE_OF = {each: place for place, each in enumerate(PHASES, 1)}
 _PHASE_OF |= {"loading the text": 4, "packing the held-out text": 4, "meeting the other regions": 5}
 
+_MOST_LINES = 30
 _turn = threading.Lock()
-_has_ended: set[str] = set()
-"""Files that hold the error of this process: nothing is told after it."""
-_news: list[str] = []
+_told: dict[str, dict[str, Any]] = defaultdict(lambda: {"doing": "", "since": 0.0, "lines": []})
+"""By file: what it holds."""
+_numbers = itertools.count(time.time_ns())
+"""Of lines; a process that is started again goes on with larger ones."""
 
 
 def phase_of(doing: str | None) -> int:
@@ -45,29 +51,56 @@ def phase_in_words(number: int) -> str:
     return f"[{number}/{len(PHASES)}] {PHASES[number - 1]}"
 
 
-def tell(doing: str, news: str = "", **facts: Any) -> None:
-    """Tell what this region is doing, for example "packing the text", if a command listens; an error is the last word.
+def is_heard() -> bool:
+    """Whether a command listens to this process: to one rank of each machine."""
+    return ENV_STATUS in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
 
-    Only one rank of a machine does. `news` deserves a line of its own, and later calls repeat it; `facts` are figures for JSON.
+
+def tell(doing: str = "", **facts: Any) -> None:
+    """Tell what this region is doing, for example "packing the text", and figures for JSON, if a command listens. What earlier
+    calls have told, and this one does not, stays. An error is the last word.
     """
-    path = os.environ.get(ENV_STATUS)
-    if path is None or os.environ.get("LOCAL_RANK", "0") != "0":
+    _write(doing, facts)
+
+
+def say(line: str, **about: Any) -> None:
+    """Tell a line that the command shows. `about`: figures for JSON. Lines with the same `once` are shown once, whichever region
+    says them; lines `by` "one" are shown if no region before it takes part.
+    """
+    _write("", {}, {"line": line, **about})
+
+
+@contextlib.contextmanager
+def during(doing: str) -> Iterator[None]:
+    """Inside the block, this region is doing something else."""
+    before = _told[os.environ[ENV_STATUS]]["doing"] if is_heard() else ""
+    tell(doing)
+    try:
+        yield
+    finally:
+        tell(before)
+
+
+def _write(doing: str, facts: dict[str, Any], line: dict[str, Any] | None = None) -> None:
+    if not is_heard():
         return
-    half = Path(f"{path}.half")
-    with _turn, contextlib.suppress(OSError):  # progress is not worth the end of a run
-        if path in _has_ended:
+    with _turn, contextlib.suppress(OSError, KeyError):  # progress is not worth the end of a run
+        path = os.environ[ENV_STATUS]
+        told = _told[path]
+        if "error" in told:
             return
-        if "error" in facts:
-            _has_ended.add(path)
-        if news:
-            _news.append(news)
-        line = {"doing": doing, "since": time.time(), "news": _news, **facts}
-        half.write_text(json.dumps(line), encoding="utf-8")
+        if doing and doing != told["doing"]:
+            told |= {"doing": doing, "since": time.time()}
+        if line is not None:
+            told["lines"] = [*told["lines"], {"number": next(_numbers), **line}][-_MOST_LINES:]
+        told |= facts
+        half = Path(f"{path}.half")
+        half.write_text(json.dumps(told), encoding="utf-8")
         os.replace(half, path)
 
 
 def forget() -> None:
-    """Remove the file, and the folder with the last file: the command is gone. From now on `tell` does nothing."""
+    """Remove the file, and the folder with the last file: the command is gone. From now on nothing is told."""
     with _turn, contextlib.suppress(OSError, KeyError):
         path = Path(os.environ.pop(ENV_STATUS))
         for each in (path, Path(f"{path}.half")):
@@ -76,7 +109,7 @@ def forget() -> None:
 
 
 def heard(path: Path) -> dict[str, Any]:
-    """What a region has told last; empty if it has not told anything yet."""
+    """What a region has told; empty if it has not told anything yet."""
     with contextlib.suppress(OSError, json.JSONDecodeError):
         return json.loads(path.read_text(encoding="utf-8"))
     return {}

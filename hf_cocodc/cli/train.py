@@ -210,14 +210,10 @@ def _train(
         machine=machine,
         forked=forked,
     )
-    journals = [each.journal for each in processes]
     display = Display(
         [each.region for each in processes],
-        journals,
-        int(recipe.training.get("max_steps", -1)),
-        options.resume,
-        bool(recipe.regions.join),
         [each.status for each in processes],
+        int(recipe.training.get("max_steps", -1)),
     )
 
     def lose(lost: launch.RegionProcess) -> None:

@@ -886,7 +886,6 @@ class TcpLink:
         number, members = self.epoch
         common = {"epoch": number, "losses": self._part.losses, "members": list(members), "why": why}
         self.events.append(("epoch", {**common, **facts}))
-        logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
         """Who is lost, and why: in its own words, or in ours without the way out, which is for a run that ends with it."""

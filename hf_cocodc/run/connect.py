@@ -47,12 +47,12 @@ from ..parts.tensors.flat import contents, digests, offloaded
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
-from ..status import tell
+from ..status import say, tell
 from .about import About
+from .progress import announce
 from .session import (
     RegionContext,
     RegionSession,
-    announce,
     keep,
     keep_lane,
     lane_of,
@@ -352,12 +352,14 @@ def _told(welcome: Welcome) -> Any:
 
 
 def _meet(context: RegionContext, join: bool, wire: Wire, lanes: Sequence[Whereabouts] = ()) -> Client:
+    tell("meeting the other regions")
     client = context.meet(join, wire, lanes)
     welcome = client.welcome
     if welcome.joins:
-        words = f"joins run {context.name!r}, which trains at step {welcome.step}"
-        announce("region %d %s", context.region, words)
-        tell("joining the run", news=words)
+        line = f"region {context.region} joins run {context.name!r}, which trains at step {welcome.step}"
+        announce(line)
+        say(line)
+        tell("joining the run")
         show_differences(welcome.differences)
     else:
         hosts = ", ".join(host_of(place.lanes) for place in welcome.members)

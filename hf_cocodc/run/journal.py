@@ -86,6 +86,7 @@ class Journal:
 
     Attributes:
         earlier: returns events that other threads have noticed, and forgets them; they are written before the next one.
+        on_event: called with each event, also where there is no file.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Journal:
     ) -> None:
         self.path = path
         self.earlier: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self._clock = clock
         self._later: list[tuple[str, Mapping[str, Any], float]] = []
         self._failure: OSError | None = None
@@ -135,6 +137,7 @@ class Journal:
             self._append(kind, facts)
 
     def _append(self, kind: str, facts: Mapping[str, Any], at: float | None = None) -> None:
+        self.on_event(kind, facts)
         if self.path is None or self._failure is not None:
             return
         line = {"kind": kind, "time_s": 0.0, **facts}

@@ -15,8 +15,9 @@ from ..link.ranks import SharedLink
 from ..link.tcp import TcpLink
 from ..link.within import ranks_of_region, wait_for_ranks
 from ..snapshot import checkpoint as disk
-from ..status import tell
+from ..status import say, tell
 from .connect import meet_again
+from .progress import announce
 from .resuming import get_base
 from .session import RegionSession, source_in
 from .training import Training
@@ -95,9 +96,10 @@ class JoiningRank:
                 *(training.link.region, before, training.inner_step),
             )
         training.loop.jump(before, training.inner_step, is_new)
-        words = f"is in the run, from step {training.inner_step} on"
-        logger.info("region %d %s", training.link.region, words)
-        tell("training", news=words)
+        line = f"region {training.link.region} is in the run, from step {training.inner_step} on"
+        announce(line)
+        say(line)
+        tell("training")
         return marker
 
     def come_back(self, error: LeftBehind, held_s: float = 0.0) -> Marker:

@@ -164,8 +164,9 @@ class OuterOptimizer:
                     self.training, regions.resolved(), start.bases, self.coast_one, self.end
                 )
                 self._undo.append(self.elastic.close)
-                if loop.started is None or not start.is_new:
-                    self.elastic.begin(start.is_new)
+            self._undo.append(self.training.progress.close)
+            if loop.started is None or not start.is_new:
+                self.begin(start.is_new)
         except BaseException as error:
             self._undo_all()
             if isinstance(error, RunFinished):
@@ -173,6 +174,12 @@ class OuterOptimizer:
             if is_own_link:
                 link.close(f"{type(error).__name__}: {error}")
             raise
+
+    def begin(self, is_new: bool) -> None:
+        """Take part in the run; the constructor does it, but for a newcomer of Trainer, whose loop is not ready before."""
+        if self.elastic is not None:
+            self.elastic.begin(is_new)
+        self.training.progress.begin()
 
     def _hook(self) -> None:
         """Hear of what else happens to the model, the inner optimizer and the accelerator."""

@@ -51,7 +51,7 @@ from ..parts.tensors.memory import HOST
 from ..settings import RegionConfig
 from ..snapshot.donor import Donation, Offer
 from ..snapshot.receive import Base, Donors, Received, receive_log, received_in
-from ..status import tell
+from ..status import say, tell
 
 FIRST_S = 10.0
 """Seconds after which a region says for whom it waits."""
@@ -106,7 +106,8 @@ class WaitingWords:
     def _tell_why(self, stage: str, why: str) -> None:
         left_s = max(self._wait_s - (time.monotonic() - self._began), 0.0)
         logger.warning("region %d waits, for %.0f s at most: %s", self._region, left_s, why)
-        tell(stage, news=f"waits for {left_s:.0f} s at most: {why}")
+        tell(stage)
+        say(f"region {self._region} waits for {left_s:.0f} s at most: {why}")
 
     def _say(self, what: str) -> None:
         """Log for whom it waits, or why, if it is time to."""
@@ -138,11 +139,6 @@ def own_address_of(regions: RegionConfig, run: str) -> str:
             words.news = Waiting(why=f"{error} It tries again.")
             words.look()
             time.sleep(min(_POLL_S, wait_s))
-
-
-def announce(message: str, *args: object) -> None:
-    """Log that regions are there: as information, or, where nobody has set up logging, as a warning, which Python shows."""
-    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *args)
 
 
 @dataclass(frozen=True, kw_only=True)

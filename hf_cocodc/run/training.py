@@ -33,6 +33,7 @@ from .fresh_start import recover
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal, name_of
 from .loop import Loop
+from .progress import Progress
 from .resuming import StartPoint, check, in_all, warn_of_losses
 from .session import RegionSession, lane_of, session_of
 from .supported import home_of
@@ -74,6 +75,7 @@ class Training:
     settings: dict[str, Any] = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
+    progress: Progress = field(init=False)
     endings: Endings = field(init=False)
     engine: Engine = field(init=False)
 
@@ -90,6 +92,8 @@ class Training:
         if saved is not None:
             self._check(saved, start.is_new)
         self.journal = Journal(journal, self._record_of(saved, journal), link.clock)
+        self.progress = Progress(self)
+        self.journal.on_event = self.progress.hear
         self.endings = Endings(link, when_one_ends, self.max_steps)
         self.engine = engine_for(self.model, self.config, link, self.journal, saved, self._is_bounded)
         if self.session is not None:
@@ -134,6 +138,7 @@ class Training:
         self.endings.after_step(self.inner_step, words)
         if self.endings.verdict is None:
             self.stop_if_lost(words)
+        self.progress.stepped()
         return words
 
     def stop_if_lost(self, words: Words | None) -> bool:
@@ -288,6 +293,7 @@ class Training:
             bytes_sent=engine.totals.bytes_sent,
             outer=self.settings,
             **({} if run is None else {"run": run}),
+            **({} if saved is None or saved.folder is None else {"checkpoint": str(saved.folder)}),
             **({} if saved is None or not saved.facts.taken_over else {"from_region": saved.facts.region}),
             **clock,
             versions=versions(),

@@ -124,12 +124,14 @@ class Facts:
 class Saved(NamedTuple):
     """Our part of a checkpoint, as read: what `Synchronizer.state_dict` returned, and the facts of the run that wrote it.
 
-    `weights` has the digests of the lane's weights (`parts.tensors.flat.digests`); it is empty after a take-over.
+    `weights` has the digests of the lane's weights (`parts.tensors.flat.digests`); it is empty after a take-over. `folder` is
+    that of the checkpoint, None before it is written.
     """
 
     state: dict[str, Any]
     facts: Facts
     weights: Mapping[str, str] = MappingProxyType({})
+    folder: Path | None = None
 
     @property
     def synchronized(self) -> frozenset[str]:
@@ -198,7 +200,7 @@ def read(checkpoint: Path, lane: int = 0, with_values: bool = True) -> Saved:
         state = put_together(content["state"], tensors)
         names_in(state["layout"])
         weights = msgspec.convert(content.get("weights", {}), dict[str, str])
-        return Saved(state, msgspec.convert(content, Facts), weights)
+        return Saved(state, msgspec.convert(content, Facts), weights, checkpoint)
 
 
 def mark_taken_over(checkpoint: Path) -> None:

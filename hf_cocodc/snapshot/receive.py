@@ -19,7 +19,7 @@ from ..link.log import Item, from_plain
 from ..net.connection import Connection
 from ..net.members import Member
 from ..net.validation import Count
-from ..status import tell
+from ..status import say, tell
 from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered
 from .files import check_files, make_own
 from .folders import PREFIX
@@ -286,7 +286,8 @@ class Donors:
             offer = offered(content)
         except (KeyError, ValueError) as error:
             raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
-        tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
+        say(f"region {self._region} gets a base of step {offer.step} from region {member.region}")
+        tell("getting a base")
         return receive(
             offer, partial(self._stream, member), folder, self._region, member.region, alive, **how
         )

@@ -22,6 +22,7 @@ from ..link.base import Link
 from ..link.spreading import gather, spread_all
 from ..link.within import main_says
 from ..net.validation import Count, Positive
+from ..status import say
 from . import checkpoint as disk
 from . import folders, manifest
 from .files import take_over
@@ -173,6 +174,9 @@ def refuse_rivals(holdings: Mapping[int, Holdings]) -> None:
         )
 
 
+_FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
+
+
 class Start(NamedTuple):
     """Where this region starts: from a checkpoint, or from step 0 without one.
 
@@ -211,8 +215,6 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     else:
         bounds = [each.step for each in asked.values() if each.step]
         start = _of_all(link, accelerator, folder, min(bounds, default=None), there)
-    if start.checkpoint is not None:
-        logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
 
 
@@ -337,6 +339,7 @@ def _of_all(
     if not choice.step:
         _refuse_damaged(holdings, skipped, bound)
         logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        say(_FROM_THE_START, once=_FROM_THE_START)
         return Start(None, 0, skipped)
     own = holdings[link.region]
     if own.held and own.run != choice.run:

@@ -210,8 +210,8 @@ class CoCoDCCallback(TrainerCallback):
         for sentence in self._start.skipped:
             self.outer.training.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._best.settle()
-        if self._base is not None and self.outer.elastic is not None:
-            self.outer.elastic.begin(is_new=True)
+        if self._base is not None:
+            self.outer.begin(is_new=True)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s

@@ -22,6 +22,7 @@ from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.folders import PREFIX, make_room, point, rotate, step_of
 from ..snapshot.manifest import saving
+from ..status import during
 from . import hub, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
@@ -124,7 +125,8 @@ class Patches:
         """Uses the weights that the user has chosen, and records the result."""
         outer, in_training = self._callback.outer, self._callback.in_training
         spent = None if outer is None else outer.training.timer()
-        with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
+        kept = random_state_kept() if in_training else contextlib.nullcontext()
+        with self._chosen_weights(), kept, during("evaluating"):
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
             self._best.share(outer, metrics)  # a subclass may have added the metric after callbacks were told

@@ -49,7 +49,6 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     from ..run.shards import num_shards, region_shard
     from .data import pack
     from .metrics import causal_lm_metrics
-    from .progress import Progress
 
     set_seed(args.seed)
     tell("loading the model")
@@ -87,9 +86,9 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
             optimizers=(building.inner_optimizer(recipe, args, model), None),
         )
     sequences = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))
-    tell("meeting the other regions")
+    tell(tokens_per_step=sequences * recipe.data.block_size)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    tell("saving the model")
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
     return trainer

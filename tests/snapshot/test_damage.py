@@ -7,17 +7,15 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
-from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.snapshot.local_weights import weights_file
@@ -25,7 +23,6 @@ from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
 
 LAST, BEFORE = STEPS - 2, STEPS - 4
-START: dict[str, Any] = {"region": 0, "num_regions": 2, "num_fragments": 1, "outer": {"method": "diloco"}}
 Damage = Callable[[Path, Path], None]
 
 
@@ -188,38 +185,3 @@ def test_a_path_makes_up_for_a_damaged_number_of_the_run(again: Path) -> None:
 
     simulate(body, regions=2)
     assert folders.run_of(again / "region-1") == folders.run_of(again / "region-0")
-
-
-def test_the_command_says_how_training_starts_only_once_it_has_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever is appended to the journal of the run before, which had started from step 0, is no start of this run."""
-    path = tmp_path / "journal.jsonl"
-    Journal(path).write("start", step=0, **START)
-    display = Display([0], [path], 100, resumed=True)
-    display.update()
-    with path.open("a") as file:
-        file.write(
-            json.dumps({"kind": "error", "time_s": 1.0, "step": 0, "message": "every checkpoint is damaged"})
-            + "\n"
-        )
-    display.update()
-    assert "training starts" not in capsys.readouterr().out
-
-
-def test_the_command_says_what_was_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, and not what an earlier resume of the run has skipped."""
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    journal.write("start", step=0, **START)
-    journal.write("note", step=4, message="an old word")
-    display = Display([0], [path], 100, resumed=True)
-    display.update()
-    journal = Journal(path, journal.name)
-    journal.write("resume", step=4, **START)
-    journal.write("note", step=4, message="region 0: checkpoint-8 is not used")
-    display.update()
-    display.update()
-    printed = capsys.readouterr().out
-    assert "an old word" not in printed
-    assert printed.count("region 0: checkpoint-8 is not used") == 1

@@ -1,0 +1,134 @@
+"""Says how far a region's training has come: to the command that has started it (see `status`), and what changes, in the log.
+
+The command has no other source. It hears, beside `doing`: `step` (the inner step; not before the region takes part), `max_steps`
+(0 if unknown), `steps_made`, `trained_s` and `blocked_s` (in this process), `stepped_at` (seconds since the epoch), `awaits` (the
+region for which a transfer waits), `loss` (the last one, None if unknown), `landed` (inner step of the last landing), `saved_at`
+(of the newest checkpoint here), `saved_everywhere`, `folder` (where the region writes; None without a journal), `members` and
+`epoch` (of runs whose regions come and go). Trainer adds `tokens_per_step`, if it knows them.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import short
+from ..status import is_heard, say, tell
+
+if TYPE_CHECKING:
+    from .training import Training
+
+logger = logging.getLogger(__name__)
+
+TELL_S = 1.0
+_LONGEST_WHY = 300
+_WAY_BACK = (
+    "A process that lives comes back by itself. For a region whose process has died, start its command again; one that still "
+    "runs has said how to bring it back."
+)
+
+
+def announce(message: str, *args: object) -> None:
+    """Log what happens to the run: as information, or, where nobody has set up logging, as a warning, which Python shows."""
+    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *args)
+
+
+class Progress:
+    """Tells once a second, from its own thread: also while training waits. Hears the events of the journal."""
+
+    def __init__(self, training: "Training") -> None:
+        self._training = training
+        self._landed: int | None = None
+        self._members: list[int] = []
+        self._losses = 0
+        self._began_at = self._stepped_at = self._blocked_before = 0.0
+        self._first_step = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tell_regularly, name="hf_cocodc-progress", daemon=True)
+
+    def begin(self) -> None:
+        """This region takes part, and is about to train."""
+        training = self._training
+        self._first_step = training.inner_step
+        self._blocked_before = training.engine.totals.blocked_s
+        self._began_at = self._stepped_at = time.time()
+        path = training.journal.path
+        folder = None if path is None else str(path.absolute().parent.parent)
+        self._tell("training", max_steps=training.max_steps or 0, folder=folder)
+        if is_heard():
+            self._thread.start()
+
+    def stepped(self) -> None:
+        """An inner step is made."""
+        is_first = self._stepped_at == self._began_at
+        self._stepped_at = time.time()
+        if is_first:
+            self._tell()
+
+    def close(self) -> None:
+        """Training has ended here, however it has."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+            self._tell("running the rest of the script")
+
+    def hear(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """An event is written to the journal."""
+        match kind:
+            case "land" | "void":
+                self._landed = facts["step"]
+            case "note":
+                say(facts["message"], once=facts["message"])
+            case "evaluate":
+                say(_evaluation(facts), by_one=True)
+            case "resume" if "from_region" not in facts:
+                step, checkpoint = facts["step"], facts.get("checkpoint", "a checkpoint")
+                announce(f"region {self._training.link.region} resumes from {checkpoint} (step {step})")
+                say(f"resumed from step {step} ({checkpoint})", once="resume")
+            case "epoch":
+                self._hear_members(facts)
+
+    def _hear_members(self, event: Mapping[str, Any]) -> None:
+        members, epoch, losses = event["members"], event["epoch"], event["losses"]
+        lost = set(self._members).difference(members) if losses > self._losses else set()
+        tell(members=members, epoch=epoch)
+        if epoch:
+            why = f" ({short(event['why'], _LONGEST_WHY)})" if event["why"] else ""
+            who = "only region" if len(members) == 1 else f"{len(members)} regions:"
+            line = f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}"
+            announce("%s", f"{line}. {_WAY_BACK}" if lost else line)
+            say(line, once=f"epoch {epoch}", lost=sorted(lost), hint=_WAY_BACK)
+        self._members, self._losses = members, losses
+
+    def _tell_regularly(self) -> None:
+        while not self._ended.wait(TELL_S):
+            self._tell()
+
+    def _tell(self, doing: str = "", **facts: Any) -> None:
+        training = self._training
+        word = training.endings.word
+        tell(
+            doing,
+            step=training.inner_step,
+            steps_made=training.inner_step - self._first_step,
+            trained_s=time.time() - self._began_at,
+            blocked_s=training.engine.totals.blocked_s - self._blocked_before,
+            stepped_at=self._stepped_at,
+            awaits=training.link.awaits,
+            loss=word.loss if math.isfinite(word.loss) else None,
+            landed=self._landed,
+            saved_at=word.saved_at,
+            saved_everywhere=training.endings.saved_everywhere,
+            **facts,
+        )
+
+
+def _evaluation(event: Mapping[str, Any]) -> str:
+    shown = ", ".join(
+        f"{name.removeprefix('eval_')} {event[name]:.3f}"
+        for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
+        if event.get(name) is not None
+    )
+    return f"step {event['step']}: held out, {event['weights']} weights: {shown}"

@@ -1,0 +1,157 @@
+"""What a region tells its command while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig
+from hf_cocodc.run.progress import Progress
+from hf_cocodc.run.training import Training
+from hf_cocodc.status import ENV_STATUS, forget, heard, tell
+from tests.processes.worker import Tokens
+from tests.toys import llama
+
+STEPS = 3
+
+
+def test_progress_is_told_from_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that a line needs: steps, tokens, seconds and waiting; and that the model is saved at the end."""
+    status, found = tmp_path / "status.json", []
+    monkeypatch.setenv(ENV_STATUS, str(status))
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            found.append(heard(status))
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=STEPS,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    callback = CoCoDCCallback(OuterConfig(sync_interval=2), RegionConfig(region=0, count=1))
+    trainer = Trainer(model=llama(), args=args, train_dataset=Tokens(24), callbacks=[callback, Look()])
+    trainer.train()
+    assert (found[0]["doing"], found[0]["step"], found[0]["steps_made"]) == ("training", 1, 1)
+    assert found[0]["loss"] is None
+    end = heard(status)
+    assert (end["step"], end["max_steps"], end["landed"]) == (STEPS, STEPS, STEPS)
+    assert end["doing"] == "running the rest of the script"
+    assert (end["folder"], end["awaits"]) == (str(tmp_path / "run" / "region-0"), None)
+    assert 0 <= end["blocked_s"] <= end["trained_s"]
+
+
+def test_a_plain_loop_tells_its_progress_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the script needs to know."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(ENV_STATUS, str(status))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    config, regions = OuterConfig(sync_interval=2), RegionConfig(region=0, count=1)
+    with OuterOptimizer(accelerator, model, optimizer, config, regions) as outer:
+        for _ in range(STEPS):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            outer.step(loss=1.5)
+    end = heard(status)
+    assert (end["step"], end["max_steps"], end["loss"], end["folder"]) == (STEPS, 0, 1.5, None)
+    assert "tokens_per_step" not in end
+
+
+def test_an_error_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that still tells how far training has come must not hide why it has ended."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(ENV_STATUS, str(status))
+    tell("has ended with an error", error="no space", exit_code=2)
+    tell("training", step=5)
+    assert heard(status)["error"] == "no space"
+
+
+def test_nothing_is_left_where_no_command_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions whose command is gone remove what they told it, the last one with the folder; they tell no more."""
+    statuses = [tmp_path / "statuses" / f"region-{region}.json" for region in (0, 1)]
+    statuses[0].parent.mkdir()
+    for status in statuses:
+        monkeypatch.setenv(ENV_STATUS, str(status))
+        tell("training", step=5)
+    for status in statuses:
+        assert status.is_file()
+        monkeypatch.setenv(ENV_STATUS, str(status))
+        forget()
+        tell("training", step=6)
+        assert not status.exists()
+    assert not statuses[0].parent.exists()
+    forget()
+
+
+class Heard:
+    """A training of region 1 that only hears events."""
+
+    def __init__(self) -> None:
+        self.link = SimpleNamespace(region=1)
+
+
+@pytest.fixture
+def progress() -> Progress:
+    return Progress(cast(Training, Heard()))
+
+
+def test_a_change_of_the_members_is_logged_and_told(
+    progress: Progress,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, in the words of the command: a script shows what a command shows. A loss has the way back."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+    caplog.set_level("INFO")
+    progress.hear("epoch", {"step": 0, "epoch": 0, "losses": 0, "members": [0, 1, 2], "why": ""})
+    assert not caplog.messages
+    progress.hear(
+        "epoch", {"step": 9, "epoch": 1, "losses": 1, "members": [1], "why": "region 0 is lost: no"}
+    )
+    progress.hear(
+        "epoch", {"step": 20, "epoch": 2, "losses": 1, "members": [0, 1], "why": "region 0 has come in"}
+    )
+    lost, back = (
+        "step 9: from here on only region 1 (region 0 is lost: no)",
+        "step 20: from here on 2 regions: 0, 1",
+    )
+    assert caplog.messages[0].startswith(f"{lost}. A process that lives comes back by itself.")
+    assert caplog.messages[1] == f"{back} (region 0 has come in)"
+    status = heard(tmp_path / "status.json")
+    assert (status["epoch"], status["members"]) == (2, [0, 1])
+    assert [each["line"] for each in status["lines"]] == [lost, f"{back} (region 0 has come in)"]
+    assert [(each["once"], each["lost"]) for each in status["lines"]] == [
+        ("epoch 1", [0, 2]),
+        ("epoch 2", []),
+    ]
+
+
+def test_what_is_noted_is_told_and_a_resume_names_its_checkpoint(
+    progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A region that comes back to a run has not resumed."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+    caplog.set_level("INFO")
+    progress.hear("resume", {"step": 7, "from_region": 0, "checkpoint": "base"})
+    progress.hear("resume", {"step": 8, "checkpoint": "run/region-1/checkpoint-8"})
+    progress.hear("note", {"step": 8, "message": "checkpoint-9 is not used"})
+    progress.hear("evaluate", {"step": 8, "weights": "global", "eval_loss": 1.25, "eval_accuracy": None})
+    assert caplog.messages == ["region 1 resumes from run/region-1/checkpoint-8 (step 8)"]
+    assert [each["line"] for each in heard(tmp_path / "status.json")["lines"]] == [
+        "resumed from step 8 (run/region-1/checkpoint-8)",
+        "checkpoint-9 is not used",
+        "step 8: held out, global weights: loss 1.250",
+    ]
