@@ -17,6 +17,7 @@ from ..link.spreading import spread, spread_all
 from ..parts.codecs import unrounded
 from ..parts.codecs.base import Conversation
 from ..parts.tensors.flat import (
+    beside,
     contents,
     digests,
     is_finite,
@@ -32,9 +33,6 @@ from .fragment import FragmentState
 from .saved import HISTORIES
 
 logger = logging.getLogger(__name__)
-
-_EXTRA_STATE = "_extra_state"
-"""Ends the names of what modules save beside their tensors (`torch.nn.Module.get_extra_state`)."""
 
 
 class StepChecksum(NamedTuple):
@@ -179,9 +177,8 @@ def check_same_end(
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
     other data (running statistics of batch normalization): floating-point ones take their mean over the regions, others the
     lowest region's values. So do `synchronized` parameters, which differ if processors round differently. Two things stay each
-    region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside their
-    tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names the first tensor that differs
-    otherwise.
+    region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside
+    parameters and buffers (scales). Raises HandshakeError, which names the first tensor that differs otherwise.
     """
     own, wrong = digests(contents(model), offloaded(model)), ""
     changed: list[str] = []
@@ -200,7 +197,8 @@ def check_same_end(
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
-    return _checksum(step, own).digest, changed
+    others = beside(model)  # they may differ, and are no part of the result
+    return _checksum(step, {name: line for name, line in own.items() if name not in others}).digest, changed
 
 
 def _checksum(step: int, own: Mapping[str, str]) -> StepChecksum:
@@ -221,7 +219,7 @@ def _make_equal(
     shared = [name for name in alike if name in buffers]
     weights = [name for name in alike if name in synchronized]
     apart = [name for name in differing if name in buffers and name not in alike and "" not in forms[name]]
-    apart += [name for name in differing if name.endswith(_EXTRA_STATE)]
+    apart += [name for name in differing if name in beside(model)]
     for names, values_of in ((shared, _mean_or_lowest), (weights, _lowest)):
         tensors = [local_shard(held[name]) for name in names]
         is_needed = _in_any_lane(link, bool(tensors))
@@ -232,8 +230,8 @@ def _make_equal(
         f"{lowest}'s now": shared,
         "the final global weights differed between regions, perhaps because their processors round differently (then lower "
         f"digest_interval), and are region {lowest}'s now": weights,
-        "buffers of different shapes, or what modules save beside their tensors, differed between regions at the end and stay "
-        "each region's own": apart,
+        "buffers of different shapes, or what modules save beside parameters and buffers, differed between regions at the end "
+        "and stay each region's own": apart,
     }
     notes = [f"{what}: {_first_of(names)}." for what, names in done.items() if names]
     for name in differing:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..coordinator.hello import may_differ
 from ..errors import CheckpointError
-from ..snapshot.local_weights import base_digest
+from ..snapshot.local_weights import base_digest, scales_digest
 from .inner_optimizer import parts_of
 from .shards import facts_of_shards
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL = "model.config"
 _BASE = "frozen base (digest)"
+_SCALES = "quantization.scales"
 _NOT_THE_FUNCTION = {
     *(
         "architectures",
@@ -97,6 +98,16 @@ def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
         return fields
     rest = {name: value for name, value in fields.items() if name.rpartition(".")[2] not in _SPECIAL}
     return rest | {f"{_MODEL}.{name}": getattr(tokenizer, name) for name in _SPECIAL}
+
+
+def scales_of(model: nn.Module) -> dict[str, str]:
+    """As a fact: a digest of the scales of quantized weights. Regions may differ in it, because GPUs of different kinds may round
+    scales that are quantized themselves (double quantization) differently.
+    """
+    digest = scales_digest(model)
+    return (
+        {} if digest is None else {_SCALES: f"{digest} (a digest; different GPUs may differ in a last bit)"}
+    )
 
 
 def refuse_another_run(

@@ -43,7 +43,7 @@ from ..link.within import ranks_of_region
 from ..net.members import Whereabouts
 from ..net.pacing import congestion_of
 from ..net.wire import Wire
-from ..parts.tensors.flat import contents, digests, offloaded
+from ..parts.tensors.flat import beside, contents, digests, offloaded
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
@@ -158,10 +158,13 @@ def _adapter_settings(model: nn.Module) -> list[str]:
 
 
 def frozen_tensors(model: nn.Module) -> list[str]:
-    """Name, form and checksum of each tensor that regions do not synchronize but must have equal: frozen parameters, saved
-    buffers, and other saved tensors, such as the scales of quantized weights. Of a sharded tensor, only this rank's shard.
+    """Name, form and checksum of each tensor that regions do not synchronize but must have equal: frozen parameters and saved
+    buffers. Of a sharded tensor, only this rank's shard.
     """
-    held = {name: tensor for name, tensor in contents(model).items() if not tensor.requires_grad}
+    others = beside(model)
+    held = {
+        name: each for name, each in contents(model).items() if not each.requires_grad and name not in others
+    }
     return [f"{name} {line}" for name, line in digests(held, offloaded(model)).items()]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..parts.tensors.flat import alone, digests, local_shard, offloaded, reshard
+from ..parts.tensors.flat import alone, beside, digests, local_shard, offloaded, reshard
 from .manifest import FOLDER
 
 _UNSAVED = "unsaved_buffers"
@@ -140,23 +140,29 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronized: Collection[s
 
 
 def base_digest(model: nn.Module) -> str | None:
-    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantized weights, and what
-    is offloaded. None if the model has no base, or if this rank does not hold it yet.
+    """A digest of all parameters and buffers that no checkpoint holds: the frozen base under adapters, and what is offloaded.
+    None if the model has no base, or if this rank does not hold it yet.
     """
     elsewhere = offloaded(model)
     if not elsewhere and not _has_adapters(model):
         return None
     mine = kept(model)
-    ours = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    base: dict[str, Tensor] = {
-        name: tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if name not in mine
-    }
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in ours:
-            base[name] = tensor
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    base = {name: local_shard(named[name]) for name in sorted(named.keys() - mine.keys())}
     if any(tensor.is_meta and name not in elsewhere for name, tensor in base.items()):
         return None
-    parts = {name: local_shard(base[name]) for name in sorted(base)}
-    return f"{zlib.crc32(repr(digests(parts, elsewhere)).encode()):08x}"
+    return _checksum(digests(base, elsewhere))
+
+
+def scales_digest(model: nn.Module) -> str | None:
+    """A digest of what modules save beside parameters and buffers, such as the scales of quantized weights. None if they save
+    nothing, or if this rank does not hold it yet.
+    """
+    others = {name: local_shard(each) for name, each in sorted(beside(model).items())}
+    if not others or any(tensor.is_meta for tensor in others.values()):
+        return None
+    return _checksum(digests(others))
+
+
+def _checksum(lines: Mapping[str, str]) -> str:
+    return f"{zlib.crc32(repr(lines).encode()):08x}"

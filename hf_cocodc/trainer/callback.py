@@ -20,7 +20,7 @@ from ..link.base import Link
 from ..link.records import Ending
 from ..link.within import ranks_of_region
 from ..resolve import from_config
-from ..run.about import About, function_of, jsonable, refuse_another_run
+from ..run.about import About, function_of, jsonable, refuse_another_run, scales_of
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.samples import first_samples
@@ -378,6 +378,6 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,
         model=function_of(model, trainer.processing_class),
-        facts={**facts, **facts_of_shards(), **jsonable(dict(more))},
+        facts={**facts, **scales_of(model), **facts_of_shards(), **jsonable(dict(more))},
         first_samples=first_samples(trainer.train_dataset),
     )

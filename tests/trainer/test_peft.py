@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from peft import (
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Trainer, TrainingArguments
 
-from hf_cocodc import OuterConfig
+from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, region_shard, simulate
 from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.base import Handle, Link, MeanRequest
@@ -32,6 +34,7 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.run.about import function_of
 from hf_cocodc.run.connect import hello
 from hf_cocodc.trainer.weights import refuse_unsaved
+from tests.processes.worker import Tokens
 from tests.toys import RECOMPUTING, llama
 from tests.trainer.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 
@@ -320,10 +323,6 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = 
         lambda: changed(lora(0, quantized()), f"{UP}.base_layer.weight"),
     ),
     "buffer": (lambda: lora(0, quantized()), lambda: changed(lora(0, quantized()), f"{UP}.base_layer.zeros")),
-    "scale that is saved": (
-        lambda: lora(0, quantized()),
-        lambda: changed(lora(0, quantized()), f"{UP}.base_layer.scale"),
-    ),
     "part of a weight": (packed, lambda: changed(packed(), f"{UP}.base_layer.weight.scale")),
     "projection": (
         lambda: KINDS["vera"](0),
@@ -384,6 +383,30 @@ def test_a_region_trains_with_an_offloaded_base(tmp_path: Path) -> None:
     for region in range(2):
         shutil.rmtree(tmp_path / f"region-{region}" / f"checkpoint-{STEPS}")
     assert torch.equal(train(tmp_path, build, resume=True, **more)[0].params, whole[0].params)
+
+
+def test_scales_that_differ_may_be_allowed(tmp_path: Path) -> None:
+    """GPUs of different kinds may round those of a double quantization differently: the refusal names the way out."""
+
+    def build(region: int) -> nn.Module:
+        model = lora(0, quantized())
+        return changed(model, f"{UP}.base_layer.scale") if region else model
+
+    def body(regions: RegionConfig, region: int, link: Link) -> CoCoDCCallback:
+        callback = CoCoDCCallback(CONFIG, regions, link=link)
+        args = TrainingArguments(
+            str(tmp_path), max_steps=4, report_to="none", save_strategy="no", use_cpu=True
+        )
+        trainer = Trainer(
+            build(region), args, train_dataset=region_shard(Tokens(64), region, 2), callbacks=[callback]
+        )
+        trainer.train()
+        return callback
+
+    way_out = r"disagree on quantization.scales: .*set regions.may_differ=quantization.scales in all"
+    with pytest.raises(HandshakeError, match=way_out):
+        simulate(partial(body, RegionConfig()), regions=2)
+    simulate(partial(body, RegionConfig(may_differ="quantization.scales")), regions=2)
 
 
 def test_adapters_may_start_different_but_not_of_another_shape() -> None:

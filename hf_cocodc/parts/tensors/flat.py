@@ -111,14 +111,20 @@ def reshard(model: nn.Module) -> None:
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter (a tied one once), saved buffer and other saved tensor (the scales of quantized weights), by name."""
+    """Every parameter (a tied one once), saved buffer and other saved tensor (`beside`), by name."""
     saved = model.state_dict(keep_vars=True)
-    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
         **dict(model.named_parameters()),
         **{name: buffer for name, buffer in model.named_buffers() if name in saved},
-        **{name: each for name, each in saved.items() if isinstance(each, Tensor) and id(each) not in named},
+        **beside(model),
     }
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """What modules save beside parameters and buffers, such as the scales of quantized weights, by name."""
+    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved = model.state_dict(keep_vars=True).items()
+    return {name: each for name, each in saved if isinstance(each, Tensor) and id(each) not in named}
 
 
 def offloaded(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
