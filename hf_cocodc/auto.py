@@ -49,7 +49,7 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
     return (
         f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and "
-        f"{max_steps} inner steps are {rounds}. In so short a run it costs more than it brings "
+        f"{max_steps} inner steps have {rounds or 'not even one'}. In so short a run such a momentum makes the result worse "
         "(docs/guides/which-method.md). "
         f"Set {values}, or both to auto; or make more rounds with a smaller outer.sync_interval."
     )
@@ -64,9 +64,9 @@ def never_seen(config: OuterConfig, max_steps: int | None) -> str | None:
         return None
     interval = settings(config)["sync_interval"]
     return (
-        f"{max_steps} inner steps are {'one round' if rounds else 'no whole round'} of outer.sync_interval={interval}: until a "
-        "fragment lands for the first time, evaluations show the weights from before training. Lower outer.sync_interval, or "
-        "raise training.max_steps."
+        f"{max_steps} inner steps are {'one round' if rounds else 'less than one round'} of outer.sync_interval={interval}: "
+        "evaluations show the weights from before training until a fragment lands for the first time. Lower "
+        "outer.sync_interval, or raise training.max_steps."
     )
 
 

@@ -144,7 +144,7 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
         return None
     ended, has = state["ended"], f"run {state['name']!r} has"
     if ended["how"] == "finished":
-        where = f" Its model lies at {ended['place']}." if ended["place"] else ""
+        where = f" Its model is at {ended['place']}." if ended["place"] else ""
         what = (
             "there is nothing to join" if join else "a new run of this name begins once all regions are here"
         )
@@ -168,7 +168,7 @@ def has_missed_the_end(state: dict[str, Any] | None, region: int, max_steps: int
         return None
     return (
         f"{finished.partition(':')[0]} without region {region}, which was lost. The others have the model"
-        + (f", which lies at {state['ended']['place']}" if state["ended"]["place"] else "")
+        + (f", at {state['ended']['place']}" if state["ended"]["place"] else "")
         + ". For more steps, raise training.max_steps and start all regions with --resume."
     )
 

@@ -100,7 +100,7 @@ def ending(state: dict[str, Any]) -> str:
 
 
 def _how(ended: dict[str, Any]) -> str:
-    where = f"; its model lies at {ended['place']}" if ended["place"] else ""
+    where = f"; its model is at {ended['place']}" if ended["place"] else ""
     return f"{ended['how']} at step {ended['step']}{where}"
 
 

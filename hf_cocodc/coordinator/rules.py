@@ -1213,7 +1213,7 @@ def end_in_words(name: str, ended: Bye | Over, why: str) -> tuple[str, str]:
     """The name of the error of a region that comes to a run that has ended, or back to it, and its words: how and where the run
     has ended, and `why` the region hears it.
     """
-    where = f" Its model lies at {ended.place}." if ended.place else ""
+    where = f" Its model is at {ended.place}." if ended.place else ""
     kind = "RunFinished" if ended.how == "finished" else "RunOver"
     return kind, f"run {name!r} has {ended.how} at step {ended.step}: {why}.{where}"
 

@@ -95,7 +95,7 @@ def _lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> 
     yield from _connections(before, after, has_begun)
     yield from _messages(after, effects, isinstance(event, Came) and isinstance(event.message, Back))
     if after.ended is not None and before.ended is None:
-        place = f"; the model lies at {after.ended.place}" if after.ended.place else ""
+        place = f"; the model is at {after.ended.place}" if after.ended.place else ""
         yield f"ended at step {after.ended.step} ({after.ended.how}){place}"
 
 

@@ -52,28 +52,32 @@ def announcement(verdict: str, why: str, step: int, policy: str) -> str:
 
 
 def farewell(
-    step: int, why: str, saved_at: int, saved_everywhere: int, members: Sequence[int] | None = None
+    step: int, why: str, saved_at: int, saved_everywhere: int, savers: Sequence[int] | None = None
 ) -> str:
     """What a region says when all regions have stopped at `step`: what it has saved there, what all have, and how to go on.
-    `members`: those that are left; None if the run ends with any lost region, and none is.
+    `savers`: the regions that are known to have saved that; None if these are all regions of the run.
 
     >>> print(farewell(7, "region 1 was interrupted", 7, 5)[57:163])
     This region has saved checkpoint-7 in its folder. All regions have checkpoint-5 (of later ones it does not
+    >>> print(farewell(7, "region 1 was interrupted", 7, 7, [0, 2])[107:139])
+    Regions 0 and 2 have checkpoint-7.
     """
     saved = "has" if saved_at == step else "has not"
     common = "It does not know whether all regions have a checkpoint."
     if saved_everywhere:
-        who = (
-            "All regions"
-            if members is None
-            else f"Of the regions that were left ({', '.join(map(str, members))}), all"
-        )
-        common = f"{who} have checkpoint-{saved_everywhere}"
+        common = f"{_have(savers)} checkpoint-{saved_everywhere}"
         common += "." if saved_everywhere == step else " (of later ones it does not know)."
     return (
         f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder. {common} "
         "Continue with trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume: all go on from one step."
     )
+
+
+def _have(savers: Sequence[int] | None) -> str:
+    if savers is None:
+        return "All regions have"
+    *first, last = map(str, savers)
+    return f"Regions {', '.join(first)} and {last} have" if first else f"Region {last} has"
 
 
 def loss_in_words(step: int, why: str, has_saved: bool) -> str:
@@ -98,7 +102,8 @@ class Endings:
             has the reason in words.
         is_hopeless: whether the verdict is to stop because training cannot go on as it is (`stop`).
         lost: the region whose loss ends the run; None before.
-        saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
+        saved_everywhere: step of the newest checkpoint that is known to be complete in every region that took part then, which
+            are the `savers`; 0 if there is none.
         leaves: why this region alone is to leave; empty if it is not.
     """
 
@@ -108,7 +113,7 @@ class Endings:
         self.is_hopeless = False
         self.lost: int | None = None
         self.why = ""
-        self.saved_everywhere = 0
+        self.saved_everywhere, self.savers = 0, tuple(link.members)
         self.leaves = ""
         self._link, self._policy, self._max_steps = link, policy, max_steps
 
@@ -168,15 +173,21 @@ class Endings:
         """Learn from the words of all regions which checkpoint is complete everywhere."""
         steps = {word.saved_at for word in words.values()} if words else ()
         if len(steps) == 1:
-            [self.saved_everywhere] = steps
+            [step] = steps
+            # a region that is away now need not have it when it is back
+            known = self.savers if step == self.saved_everywhere else ()
+            self.saved_everywhere, self.savers = step, tuple(sorted({*known, *words}))
 
-    def continue_from(self, inner_step: int) -> None:
-        """Begin at a loaded checkpoint of `inner_step`: it is complete in every region, and none of them is about to end."""
+    def continue_from(self, inner_step: int, is_base: bool = False) -> None:
+        """Begin at a loaded checkpoint of `inner_step`: it is complete in every region, and none of them is about to end. Another
+        region's base (`is_base`) is no checkpoint of this one.
+        """
         if self._link.agreement is not None:
             self._link.agreement.forget(inner_step)
         self.verdict, self.why, self.is_hopeless, self.lost = None, "", False, None
-        self.saved_everywhere = inner_step
-        self.tell(ending=Ending.NO, saved_at=inner_step)
+        saved_at = 0 if is_base else inner_step
+        self.saved_everywhere, self.savers = saved_at, tuple(self._link.members)
+        self.tell(ending=Ending.NO, saved_at=saved_at)
 
     def stop(self, why: str) -> None:
         """Stop here with a checkpoint. Every region comes to this by itself at the same step, whatever the policy says."""

@@ -9,13 +9,15 @@ region for which a transfer waits), `loss` (the last one, None if unknown), `lan
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import short
-from ..status import is_heard, say, tell
+from ..status import ENV_STATUS, is_heard, say, tell
 
 if TYPE_CHECKING:
     from .training import Training
@@ -45,6 +47,7 @@ class Progress:
         self._losses = 0
         self._began_at = self._stepped_at = self._blocked_before = 0.0
         self._first_step = 0
+        self._has_warned = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tell_regularly, name="hf_cocodc-progress", daemon=True)
 
@@ -54,9 +57,10 @@ class Progress:
         self._first_step = training.inner_step
         self._blocked_before = training.engine.totals.blocked_s
         self._began_at = self._stepped_at = time.time()
-        path = training.journal.path
-        folder = None if path is None else str(path.absolute().parent.parent)
-        self._tell("training", max_steps=training.max_steps or 0, folder=folder)
+        folder = self._folder
+        self._tell(
+            "training", max_steps=training.max_steps or 0, folder=None if folder is None else str(folder)
+        )
         if is_heard():
             self._thread.start()
 
@@ -67,12 +71,58 @@ class Progress:
         if is_first:
             self._tell()
 
+    def note_untrained(self) -> None:
+        """The global weights are evaluated: say once that they are those from before training, if they are."""
+        training = self._training
+        if training.engine.totals.landings or not training.inner_step or self._has_warned:
+            return
+        self._has_warned = True
+        line = (
+            f"the evaluation at step {training.inner_step} shows the weights from before training: no outer gradient has landed "
+            f"yet (outer.sync_interval={training.settings.get('sync_interval')})."
+        )
+        announce(line)
+        say(line, once="untrained")
+
     def close(self) -> None:
-        """Training has ended here, however it has."""
+        """Training has ended here, however it has. Without a command, one region says what a command would say of the run."""
+        training = self._training
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
             self._tell("running the rest of the script")
+        speaks = training.accelerator.is_main_process and training.link.region == min(training.link.members)
+        if (
+            training.finished
+            and speaks
+            and training.link.timing == "measured"
+            and ENV_STATUS not in os.environ
+        ):
+            announce("\n".join(self._summary()))
+
+    def _summary(self) -> list[str]:
+        training, totals, folder = self._training, self._training.engine.totals, self._folder
+        trained_s, regions = max(time.time() - self._began_at, 1e-9), len(training.link.members)
+        blocked_s, fragments = totals.blocked_s - self._blocked_before, len(training.engine.facts)
+        rows = {
+            "finished": f"{training.inner_step} inner steps"
+            + ("" if regions == 1 else f"; the models of all {regions} regions are equal"),
+            "outer steps": f"{totals.landings}"
+            + ("" if fragments == 1 else f", each of one of {fragments} fragments"),
+            "training blocked": f"{blocked_s:.2f} s of {trained_s:.1f} s ({100 * blocked_s / trained_s:.0f} %)",
+            "sent by this region": f"{totals.bytes_sent / 1e6:.4g} MB",
+            "global model": "in this process"
+            + ("" if training.saved_in is None else f"; its newest checkpoint: {training.saved_in}"),
+            "journal": None if folder is None else str(training.journal.path),
+            "report": None if folder is None else f"hf-cocodc report {folder.parent}",
+        }
+        return [f"{name:<22}{value}" for name, value in rows.items() if value is not None]
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where the region writes."""
+        path = self._training.journal.path
+        return None if path is None else path.absolute().parent.parent
 
     def hear(self, kind: str, facts: Mapping[str, Any]) -> None:
         """An event is written to the journal."""

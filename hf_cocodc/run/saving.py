@@ -43,6 +43,7 @@ def seal(training: Training, checkpoint: Path) -> None:
     )
     wait_for_ranks(training.accelerator, what)  # the leader must not end before the others have heard of it
     training.endings.tell(saved_at=training.inner_step)
+    training.saved_in = checkpoint
     if training.link.num_regions == 1:
         training.endings.saved_everywhere = training.inner_step
 

@@ -58,6 +58,7 @@ class Training:
         has_stages: whether every rank of the region holds its own pipeline stage.
         started: what the regions agreed on before step 1, for newcomers; JSON-able.
         finished: whether the model holds the global weights that all regions have ended with.
+        saved_in: the newest checkpoint of this region that was written by this process; None before.
     """
 
     link: Link
@@ -72,6 +73,7 @@ class Training:
     max_steps: int | None
     has_stages: bool
     finished: bool = False
+    saved_in: Path | None = None
     settings: dict[str, Any] = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
@@ -98,7 +100,7 @@ class Training:
         self.engine = engine_for(self.model, self.config, link, self.journal, saved, self._is_bounded)
         if self.session is not None:
             self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
-        self._go_on(saved)
+        self._go_on(saved, start.is_new)
         self.journal.earlier = self._events
         if not link.is_elastic and len(link.parties) < link.most_regions:
             lost, why = self._losses(link.parties)
@@ -116,11 +118,11 @@ class Training:
         self.journal.go_on(self._record_of(saved, self.journal.path))
         self._go_on(saved)
 
-    def _go_on(self, saved: Saved | None) -> None:
+    def _go_on(self, saved: Saved | None, is_base: bool = False) -> None:
         if saved is not None:
             if saved.facts.taken_over:
                 self.engine.take_over()
-            self.endings.continue_from(self.inner_step)
+            self.endings.continue_from(self.inner_step, is_base)
         self.inner.note_weights(self.inner_step)
         self._note_start(saved)
 

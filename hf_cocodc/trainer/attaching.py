@@ -101,7 +101,7 @@ def refuse_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> 
             f"to train. Raise max_steps, or use the global model of this step: {checkpoint}."
         )
     raise RunFinished(
-        f"the run has finished at step {facts.step}: nothing is left to train, and nothing was changed. Its model lies in "
+        f"the run has finished at step {facts.step}: nothing is left to train, and nothing was changed. Its model is in "
         f"{_model_of(args, checkpoint)}. To train on, raise {'max_steps' if args.max_steps > 0 else 'num_train_epochs'}."
     )
 

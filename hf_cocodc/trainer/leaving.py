@@ -110,16 +110,10 @@ def say_farewell(outer: OuterOptimizer) -> None:
     if not outer.finished:
         outer.raise_loss()
         step, why = outer.inner_step, outer.why
-        is_whole = not outer.link.is_elastic and len(outer.members) == outer.link.most_regions
-        stopped = RunStopped(
-            farewell(
-                step,
-                why,
-                outer.training.endings.word.saved_at,
-                outer.training.endings.saved_everywhere,
-                None if is_whole else outer.members,
-            )
-        )
+        endings = outer.training.endings
+        is_whole = not outer.link.is_elastic and len(endings.savers) == outer.link.most_regions
+        savers = None if is_whole else endings.savers
+        stopped = RunStopped(farewell(step, why, endings.word.saved_at, endings.saved_everywhere, savers))
         if outer.verdict == "leave":
             stopped = RunLeft(
                 f"region {outer.link.region} has left the run at step {step}: {why}. The others train on. To come back, start it "

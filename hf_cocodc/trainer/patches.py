@@ -129,6 +129,8 @@ class Patches:
         with self._chosen_weights(), kept, during("evaluating"):
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
+            if in_training and self._callback.evaluate_on == "global":
+                outer.training.progress.note_untrained()
             self._best.share(outer, metrics)  # a subclass may have added the metric after callbacks were told
             weights = self._callback.evaluate_on if in_training else "global"
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step

@@ -208,7 +208,7 @@ def test_who_comes_too_late_hears_it_at_once(
     assert main(["train", RECIPE, *words, *region]) == code
     said = capsys.readouterr()
     if how == "finished":
-        assert "has finished at step 800: there is nothing to join. Its model lies at /out/reg" in said.out
+        assert "has finished at step 800: there is nothing to join. Its model is at /out/reg" in said.out
     else:
         assert "has stopped at step 800: there is nothing to join. Start all its regions with" in said.err
     assert not list(tmp_path.iterdir())

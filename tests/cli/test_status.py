@@ -102,7 +102,7 @@ def test_status_shows_who_comes() -> None:
     ended = {"how": "stopped", "step": 98, "place": "a:/runs/region-0"}
     assert lines({**RUN, "phase": "gathering", "waiting": [1], "ended": ended}) == [
         "run         mine",
-        "before      stopped at step 98; its model lies at a:/runs/region-0",
+        "before      stopped at step 98; its model is at a:/runs/region-0",
         "region 1    waits to take part",
     ]
 
@@ -152,7 +152,7 @@ def test_status_says_that_there_is_nothing_to_see(
     for which in ([], ["--run", "over"]):
         assert main(["leave", "--region", "1", "--coordinator", address, *which]) == 2
         said = capsys.readouterr().err
-        assert "Ended: over (finished at step 800; its model lies at /out/region-0)." in said
+        assert "Ended: over (finished at step 800; its model is at /out/region-0)." in said
     monkeypatch.setattr(status, "PATIENCE_S", 0.1)
     assert main(["status", "--coordinator", "127.0.0.1:1"]) == 1
     assert "If `hf-cocodc train` has printed this address, its run has ended" in capsys.readouterr().err

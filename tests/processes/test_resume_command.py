@@ -191,5 +191,5 @@ def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], s
     before = model.read_bytes()
     printed = train("diloco", folder)
     assert f"the run has finished at step {STEPS}: nothing is left to train" in printed
-    assert f"Its model lies in {model.parent / f'checkpoint-{STEPS}'}." in printed
+    assert f"Its model is in {model.parent / f'checkpoint-{STEPS}'}." in printed
     assert model.read_bytes() == before

@@ -146,14 +146,14 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
         assert steps is not None
         values = AUTO_VALUES[given.get("method", "diloco")]
         better = " and ".join(f"outer.{name}={value:g}" for name, value in values.items())
-        assert f"inner steps are {steps // 10 if steps else 0}. In so short a run" in said
+        assert f"inner steps have {steps // 10 or 'not even one'}. In so short a run" in said
         assert better in said
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (60, "60 inner steps are no whole round of outer.sync_interval=100"),
+        (60, "60 inner steps are less than one round of outer.sync_interval=100"),
         (199, "are one round"),
         (200, None),
     ],
@@ -190,4 +190,4 @@ def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:
             max_steps=100,
             link=loopback(),
         ).close()
-    assert "the momentum remembers 10 rounds, and 100 inner steps are 10." in caplog.text
+    assert "the momentum remembers 10 rounds, and 100 inner steps have 10." in caplog.text

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError, RegionLostError, RunStopped
 from hf_cocodc.link.records import Word
-from hf_cocodc.run.endings import loss_in_words
+from hf_cocodc.run.endings import Endings, loss_in_words
 from hf_cocodc.run.session import keep
 from hf_cocodc.run.training import Training
 from hf_cocodc.trainer.leaving import say_farewell
@@ -72,19 +72,32 @@ def test_a_loss_after_the_last_step_stops_nobody(is_all_made: bool, caplog: pyte
     assert ("region 1 is lost: its disk is full: all steps are made" in caplog.text) is is_all_made
 
 
-@pytest.mark.parametrize("members", [(0, 1, 2), (0, 2)])
+@pytest.mark.parametrize("savers", [(0, 1, 2), (0, 2)])
 def test_who_stops_for_another_reason_counts_no_lost_region_among_those_that_have_saved(
-    members: tuple[int, ...],
+    savers: tuple[int, ...],
 ) -> None:
-    """A signal and a loss may come with one transfer."""
+    """A signal and a loss may come with one transfer; and a region that was away then may be back."""
     outer: Any = SimpleNamespace(finished=False, raise_loss=lambda: None, inner_step=7, verdict="stop")
-    outer.why, outer.members = "region 0 was interrupted", members
+    outer.why, outer.members = "region 0 was interrupted", (0, 1, 2)
     outer.link = SimpleNamespace(is_elastic=False, most_regions=3, region=0)
-    endings = SimpleNamespace(word=Word(saved_at=7), saved_everywhere=7)
+    endings = SimpleNamespace(word=Word(saved_at=7), saved_everywhere=7, savers=savers)
     outer.training = SimpleNamespace(endings=endings, journal=SimpleNamespace(write_error=print))
     with pytest.raises(RunStopped) as caught:
         say_farewell(outer)
-    assert ("All regions have checkpoint-7" in str(caught.value)) is (len(members) == 3)
-    assert ("regions that were left (0, 2), all have checkpoint-7" in str(caught.value)) is (
-        len(members) == 2
-    )
+    assert ("All regions have checkpoint-7" in str(caught.value)) is (len(savers) == 3)
+    assert ("Regions 0 and 2 have checkpoint-7" in str(caught.value)) is (len(savers) == 2)
+
+
+def test_a_region_that_was_away_when_others_saved_has_no_checkpoint_of_theirs() -> None:
+    """It is back later, and is not counted until its own word has the step; nor is a base a checkpoint."""
+    link: Any = SimpleNamespace(agreement=None, members=(0, 1), num_regions=2)
+    endings = Endings(link, "auto", None)
+    endings.note_saved_everywhere({0: Word(saved_at=4), 1: Word(saved_at=4)})
+    endings.note_saved_everywhere({0: Word(saved_at=9)})
+    endings.note_saved_everywhere({0: Word(saved_at=9), 1: Word(saved_at=4)})
+    assert (endings.saved_everywhere, endings.savers) == (9, (0,))
+    endings.note_saved_everywhere({0: Word(saved_at=12), 1: Word(saved_at=12)})
+    endings.note_saved_everywhere({0: Word(saved_at=12)})
+    assert (endings.saved_everywhere, endings.savers) == (12, (0, 1))
+    endings.continue_from(15, is_base=True)
+    assert (endings.word.saved_at, endings.saved_everywhere) == (0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,22 +51,46 @@ def test_progress_is_told_from_the_first_step(tmp_path: Path, monkeypatch: pytes
     assert 0 <= end["blocked_s"] <= end["trained_s"]
 
 
-def test_a_plain_loop_tells_its_progress_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the script needs to know."""
-    status = tmp_path / "status.json"
-    monkeypatch.setenv(ENV_STATUS, str(status))
+def loop(journal: Path | None = None) -> None:
+    """A script without a Trainer."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = Accelerator(cpu=True)
     config, regions = OuterConfig(sync_interval=2), RegionConfig(region=0, count=1)
-    with OuterOptimizer(accelerator, model, optimizer, config, regions) as outer:
+    with OuterOptimizer(accelerator, model, optimizer, config, regions, journal=journal) as outer:
         for _ in range(STEPS):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             outer.step(loss=1.5)
+
+
+def test_a_plain_loop_tells_its_progress_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing in the script needs to know. The command prints the summary, and not the script."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(ENV_STATUS, str(status))
+    caplog.set_level("INFO")
+    loop()
+    assert "outer steps" not in caplog.text
     end = heard(status)
     assert (end["step"], end["max_steps"], end["loss"], end["folder"]) == (STEPS, 0, 1.5, None)
     assert "tokens_per_step" not in end
+
+
+def test_a_script_without_a_command_ends_with_a_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the command would print."""
+    caplog.set_level("INFO")
+    journal = tmp_path / "run" / "region-0" / "cocodc" / "journal.jsonl"
+    loop(journal)
+    [said] = [message for message in caplog.messages if message.startswith("finished")]
+    rows = {line[:22].rstrip(): line[22:] for line in said.splitlines()}
+    assert rows["finished"] == f"{STEPS} inner steps"
+    assert rows["outer steps"] == "2"
+    assert rows["training blocked"].endswith("%)")
+    assert (rows["journal"], rows["report"]) == (str(journal), f"hf-cocodc report {tmp_path / 'run'}")
 
 
 def test_an_error_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +124,8 @@ class Heard:
 
     def __init__(self) -> None:
         self.link = SimpleNamespace(region=1)
+        self.engine = SimpleNamespace(totals=SimpleNamespace(landings=0))
+        self.inner_step, self.settings = 0, {"sync_interval": 100}
 
 
 @pytest.fixture
@@ -154,4 +180,18 @@ def test_what_is_noted_is_told_and_a_resume_names_its_checkpoint(
         "resumed from step 8 (run/region-1/checkpoint-8)",
         "checkpoint-9 is not used",
         "step 8: held out, global weights: loss 1.250",
+    ]
+
+
+def test_an_evaluation_before_the_first_landing_says_whose_weights_it_shows(
+    progress: Progress, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and not on start, where everybody knows."""
+    caplog.set_level("INFO")
+    training: Any = progress._training
+    for training.inner_step, training.engine.totals.landings in ((0, 0), (50, 0), (80, 0), (100, 1)):
+        progress.note_untrained()
+    assert caplog.messages == [
+        "the evaluation at step 50 shows the weights from before training: no outer gradient has landed yet "
+        "(outer.sync_interval=100)."
     ]

@@ -433,7 +433,7 @@ def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "region-0")
     with pytest.raises(RunFinished, match="has finished at step") as over:
         resumed(tmp_path, save_steps=STEPS)
-    assert f"Its model lies in {checkpoint_of(tmp_path, 0, STEPS)}." in str(over.value)
+    assert f"Its model is in {checkpoint_of(tmp_path, 0, STEPS)}." in str(over.value)
 
 
 def test_a_run_that_has_finished_goes_on_where_more_is_asked_for(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_newcomer_hears_that_the_run_has_ended_while_it_waits_for_a_base(tmp_p
 
     waits._donors._post = post
     with pytest.raises(
-        RunOver, match="has finished at step 100: there is nothing to join. Its model lies at host:/model"
+        RunOver, match="has finished at step 100: there is nothing to join. Its model is at host:/model"
     ):
         waits.get_base(tmp_path)
 

@@ -249,7 +249,7 @@ def test_a_finished_run_keeps_its_best_model(tmp_path: Path) -> None:
     first[0].trainer.log({"train_runtime": 1.0})  # as scripts do after a training
     assert first[0].trainer.args.save_total_limit == 1
     best = tmp_path / "region-0" / f"checkpoint-{BEST}"
-    with pytest.raises(RunFinished, match=f"Its model lies in {best}"):
+    with pytest.raises(RunFinished, match=f"Its model is in {best}"):
         train(tmp_path, resume=True)
     longer = train(tmp_path, resume=True, max_steps=12, scores={12: (9.0, 9.0)})
     assert longer[0].trainer.state.best_global_step == 12
