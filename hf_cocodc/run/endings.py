@@ -171,7 +171,8 @@ class Endings:
 
     def note_saved_everywhere(self, words: Words | None) -> None:
         """Learn from the words of all regions which checkpoint is complete everywhere."""
-        steps = {word.saved_at for word in words.values()} if words else ()
+        words = words or {}
+        steps = {word.saved_at for word in words.values()}
         if len(steps) == 1:
             [step] = steps
             # a region that is away now need not have it when it is back
