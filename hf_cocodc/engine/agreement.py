@@ -121,7 +121,10 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     index, flat, home = fragment.fragment.index, fragment.global_params, fragment.home
     home.settle()
     trailer = Trailer(float(is_finite(flat)), fragment=index, inner_step=step)
-    what, departure = f"the mean of the global params of fragment {index}", Departure(home.device)
+    what, departure = (
+        f"the mean of global params (evaluation, or end): fragment {index}",
+        Departure(home.device),
+    )
 
     def converse() -> Conversation:
         departure.wait(flat)

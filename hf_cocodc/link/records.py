@@ -42,7 +42,8 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
     if mark != _mark(kind):
         raise LinkError(
             f"regions are out of step: region {region} did not send the expected {kind.__name__}. Every region must "
-            "make the same calls in the same order: start all of them with the same version and the same script."
+            "make the same calls in the same order (with eager updates an evaluation is one): start all of them with the same "
+            "version and the same script."
         )
     try:
         return from_numbers(kind, dict(zip(_types(kind), numbers, strict=False)))

@@ -135,9 +135,10 @@ class InnerOptimizer:
         clip = accelerator.clip_grad_norm_
 
         @functools.wraps(clip)
-        def clipping(*args: Any, **kwargs: Any) -> Any:
-            self._is_clipped = True
-            return clip(*args, **kwargs)
+        def clipping(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            if max_norm < math.inf:  # Trainer without clipping asks for the norm alone, to log it
+                self._is_clipped = True
+            return clip(parameters, max_norm, *args, **kwargs)
 
         def undo() -> None:
             accelerator.clip_grad_norm_ = clip

@@ -453,4 +453,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     folders.point(folder)
     earlier = [path.name for path in folders.checkpoints(folder).values() if folders.is_of_another_run(path)]
     if earlier:
-        logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
+        remain = "remains" if len(earlier) == 1 else "remain"
+        logger.warning(
+            "region %d: %s of an earlier run %s in %s.", region, ", ".join(earlier), remain, folder
+        )

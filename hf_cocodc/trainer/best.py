@@ -195,7 +195,7 @@ class Best:
         if outer.verdict == "stop" or not self._is_due_at(step):
             return
         if self.averages and not outer.finished:
-            with outer.spare("the mean of the global weights"), outer.global_weights():
+            with outer.spare("the mean of the global weights"), self.mean_shown(outer):
                 pass  # they evaluate the mean of all regions
         if self.metric is None:
             return
@@ -226,6 +226,25 @@ class Best:
             return is_end and args.eval_delay <= step / often
         state.global_step = step
         return DefaultFlowCallback().on_step_end(args, state, TrainerControl()).should_evaluate
+
+    @contextlib.contextmanager
+    def mean_shown(self, outer: OuterOptimizer) -> Iterator[None]:
+        """Inside the block the model holds the global weights: the regions' mean, if they have their own (eager updates).
+
+        A collective call then. Raises LinkError if the other regions do not evaluate at this step.
+        """
+        with contextlib.ExitStack() as block:
+            try:
+                block.enter_context(outer.global_weights())
+            except LinkError as error:
+                if type(error) is not LinkError or not self.averages:
+                    raise
+                raise LinkError(
+                    f"region {outer.link.region} evaluates at step {outer.inner_step} with eager updates: this shows the mean of "
+                    "all regions' weights, so every region must evaluate at this step. Let all do so, or set evaluate_on=local "
+                    f"(evaluation.on). {error}"
+                ) from error
+            yield
 
     @contextlib.contextmanager
     def deciding(self, outer: OuterOptimizer | None) -> Iterator[None]:

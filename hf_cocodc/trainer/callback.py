@@ -37,7 +37,7 @@ from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits
 from .best import Best
 from .hub import only_region_0_creates
 from .leaving import answer, first_signal, leave, say_farewell
-from .loop import TrainerLoop, go_along
+from .loop import TrainerLoop, go_along, restore_callbacks
 from .patches import Patches
 from .weights import refuse_unsaved
 
@@ -125,6 +125,7 @@ class CoCoDCCallback(TrainerCallback):
         self._signal: str | None = None
         self._seed: int | None = None
         self._epoch_began_at = 0
+        self._has_stepped = False  # or does so now: since the last outer step
         self.started = self.blocked_before = 0.0
 
     @classmethod
@@ -210,6 +211,7 @@ class CoCoDCCallback(TrainerCallback):
         for sentence in self._start.skipped:
             self.outer.training.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._best.settle()
+        restore_callbacks(trainer)
         if self._base is not None:
             self.outer.begin(is_new=True)
         self._saved = None  # its tensors are the outer optimizer's now
@@ -221,6 +223,11 @@ class CoCoDCCallback(TrainerCallback):
     ) -> None:
         self._epoch_began_at = state.global_step
         self._best.make_up(self._start)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._has_stepped = True
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -235,8 +242,7 @@ class CoCoDCCallback(TrainerCallback):
             outer.ask_to_stop(self._signal)
         if state.global_step < state.max_steps:
             self.hold(control)
-        if not outer.should_stop:
-            outer.step()
+        self.count()
         if state.global_step >= state.max_steps:
             outer.end()
         self._end_if_agreed(state, control)
@@ -258,6 +264,23 @@ class CoCoDCCallback(TrainerCallback):
         self._best.end()
         if self._running.finished:
             self._running.close()
+
+    def count(self) -> None:
+        """Make the outer step of the inner step that Trainer has made, unless it is made: what a callback before this one saves
+        is of one moment then. Raises InputError while Trainer is in the middle of the inner step.
+        """
+        outer, trainer = self._running, self._trainer
+        assert trainer is not None
+        if not self._has_stepped:
+            return
+        if trainer.state.global_step <= outer.inner_step and not outer.should_stop:
+            raise InputError(
+                f"a checkpoint in the middle of inner step {outer.inner_step + 1}: the optimizer steps, and Trainer has not "
+                "counted it yet. No run could go on from there exactly. Save in on_step_end, or in a later event."
+            )
+        self._has_stepped = False
+        if not outer.should_stop:
+            outer.step()
 
     @property
     def _running(self) -> OuterOptimizer:
@@ -309,10 +332,14 @@ class CoCoDCCallback(TrainerCallback):
         return self._base is not None
 
     @property
+    def is_linked(self) -> bool:
+        """Whether the other regions can be asked: from the start of a training to its end, however it ends."""
+        return self._link is not None
+
+    @property
     def in_training(self) -> bool:
-        """Whether the model holds local weights now."""
-        trainer, outer = self._trainer, self.outer
-        return bool(outer is not None and not outer.finished and trainer is not None and trainer.is_in_train)
+        """Whether the model holds local weights now: while it trains, and after a run that has stopped or failed."""
+        return self.outer is not None and not self.outer.finished
 
     def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
         """Do the work of `trainer.train` across regions; `train` is Trainer's own method, given the checkpoint to resume from.
@@ -323,7 +350,7 @@ class CoCoDCCallback(TrainerCallback):
         assert trainer is not None
         refuse_unsupported(trainer.accelerator, self.config, trainer.model)
         refuse_unsaved(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-        self.outer, self._signal = None, None
+        self.outer, self._signal, self._has_stepped = None, None, False
         self._best.forget()
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
             torch.manual_seed(self._seed)
@@ -374,7 +401,8 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
     """What this region's Trainer trains, an unwrapped model, with `more` facts by name."""
     args = trainer.args
     facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in COMPARED}
-    facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    # of all devices of this process, too: Trainer trains with DataParallel on several
+    facts["batch"] = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,
         model=function_of(model, trainer.processing_class),

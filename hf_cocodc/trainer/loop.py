@@ -50,6 +50,8 @@ class TrainerLoop:
         state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
         step, folder = theirs.best_global_step, Path(self._trainer.args.output_dir or ".")
         state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
+        state.stateful_callbacks = theirs.stateful_callbacks
+        restore_callbacks(self._trainer)
 
     def _save_rest(self, folder: Path) -> None:
         trainer = self._trainer
@@ -66,6 +68,19 @@ class TrainerLoop:
             ):
                 state.stateful_callbacks[type(each).__name__] = each.state()
         state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def restore_callbacks(trainer: Trainer) -> None:
+    """Give callbacks back what a checkpoint holds of them, for example the patience of early stopping: a run that goes on from
+    there ends where it would have ended. Trainer's own setting for this puts others in their place.
+    """
+    if trainer.args.restore_callback_states_from_checkpoint:
+        return
+    for name, saved in trainer.state.stateful_callbacks.items():
+        alike = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == name]
+        for callback, state in zip(alike, saved if isinstance(saved, list) else [saved], strict=False):
+            for attribute, value in state.get("attributes", {}).items():
+                setattr(callback, attribute, value)
 
 
 def go_along(trainer: Trainer, step: int) -> None:

@@ -54,7 +54,6 @@ CALLED = {
     "_determine_best_metric": ("metrics", "trial"),
     "_evaluate": ("trial", "ignore_keys_for_eval"),
     "_get_output_dir": ("trial",),
-    "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_save": ("output_dir", "state_dict"),
 }
 """Private methods of Trainer that are called, with the parameters that are given."""
@@ -227,6 +226,7 @@ class Patches:
         if outer is None:
             save_checkpoint(model, trial, *args, **kwargs)
             return
+        self._callback.count()  # Trainer's just-in-time checkpoint comes before the outer step
         folder = Path(trainer._get_output_dir(trial=trial))
         checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
         if trainer.args.should_save:
@@ -288,9 +288,10 @@ class Patches:
         try:
             with contextlib.ExitStack() as block:
                 is_shown = False
-                with outer.spare("the mean of the global weights"):
-                    block.enter_context(outer.global_weights())
-                    is_shown = True
+                if callback.is_linked:
+                    with outer.spare("the mean of the global weights"):
+                        block.enter_context(self._best.mean_shown(outer))
+                        is_shown = True
                 if not is_shown:
                     block.enter_context(outer.own_global_weights())
                 yield

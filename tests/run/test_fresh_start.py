@@ -222,11 +222,15 @@ def test_shares_by_tokens_are_judged_from_the_start() -> None:
     assert {(outer.verdict, outer.inner_step) for outer in outers} == {("stop", 8)}
 
 
-@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize(
+    ("max_norm", "is_clipped"), [(None, False), (math.inf, False), (1.0, True)], ids=["no", "logged", "yes"]
+)
 def test_steps_that_nothing_bounds_are_not_judged(
-    is_clipped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    max_norm: float | None, is_clipped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGD, and one region a million times too far; unless gradients are clipped, as Trainer does, or a loop."""
+    """SGD, and one region a million times too far; unless gradients are clipped, as Trainer does, or a loop. With max_grad_norm=0
+    Trainer asks for their norm alone.
+    """
 
     def body(region: int, link: Link) -> OuterOptimizer:
         accelerator = Accelerator(cpu=True)
@@ -239,8 +243,8 @@ def test_steps_that_nothing_bounds_are_not_judged(
         while outer.inner_step < 40 and not outer.should_stop:
             far = 1e6 if region == 1 and outer.inner_step == 30 else 1.0
             model.vectors()[0].data.add_(1e-3 * far)
-            if is_clipped:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if max_norm is not None:
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
             outer.step()
         return outer
 

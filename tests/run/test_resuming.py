@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate
-from hf_cocodc.errors import CheckpointError, InputError, RunFinished, RunStopped
+from hf_cocodc.errors import CheckpointError, InputError, LinkError, RunFinished, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
@@ -212,6 +212,37 @@ def test_trainers_own_checkpoint_after_sigterm(tmp_path: Path) -> None:
     assert torch.equal(params_of(again.model), params_of(whole.model))
 
 
+@pytest.mark.parametrize("event", ["on_step_end", "on_optimizer_step"])
+def test_a_checkpoint_is_of_one_moment(event: str, tmp_path: Path) -> None:
+    """A callback before ours saves when Trainer has counted a step, as the just-in-time one does: the outer step is made first.
+    In the middle of a step no checkpoint can be made.
+    """
+
+    def body(region: int, link: Link) -> Tensor:
+        trainer = make(tmp_path, link, save_strategy="no")
+
+        def save(args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                trainer._save_checkpoint(trainer.model, trial=None)
+
+        early = TrainerCallback()
+        setattr(early, event, save)
+        trainer.callback_handler.callbacks.insert(0, early)
+        trainer.train()
+        return params_of(trainer.model)
+
+    if event == "on_optimizer_step":
+        with pytest.raises(InputError, match="a checkpoint in the middle of inner step 6"):
+            simulate(body, regions=2)
+        return
+    whole = simulate(body, regions=2)
+    for region in range(2):
+        assert list(folders.checkpoints(tmp_path / f"region-{region}")) == [5]
+        assert state.read(checkpoint_of(tmp_path, region, 5)).facts.step == 5
+    again = weights_of(resumed(tmp_path, save_strategy="no"))
+    assert torch.equal(torch.stack(again), torch.stack(whole))
+
+
 def test_an_interruption_stops_all_regions_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     """One region is asked to end: all save the same step, and go on from it to the bits of a run never stopped."""
 
@@ -267,6 +298,70 @@ def test_a_stop_decided_by_an_evaluation(tmp_path: Path) -> None:
     (step, weights), (other_step, other_weights) = simulate(body, regions=2)
     assert 4 < step == other_step < STEPS
     assert torch.equal(weights, other_weights)
+
+
+def test_early_stopping_waits_no_longer_after_a_resume(tmp_path: Path) -> None:
+    """The patience of a checkpoint goes on: a resumed run ends where it would have ended."""
+
+    def body(region: int, link: Link) -> int:
+        patience = EarlyStoppingCallback(3, early_stopping_threshold=10.0)
+        more = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+        trainer = make(tmp_path, link, callbacks=(patience,), **more)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer.state.global_step
+
+    [whole, _] = simulate(body, regions=2)
+    for region in range(2):
+        for step in range(3, whole + 1):
+            shutil.rmtree(checkpoint_of(tmp_path, region, step))
+    assert simulate(body, regions=2) == [whole] * 2
+
+
+@pytest.mark.parametrize("name", ["streaming", "eager"])
+def test_after_a_stop_the_global_weights_are_used(name: str, tmp_path: Path) -> None:
+    """A script that goes on after RunStopped evaluates, predicts with and saves what the journal says: no local weights."""
+
+    def body(region: int, link: Link) -> tuple[float, float, float]:
+        trainer = make(tmp_path, link, name, callbacks=(At(6, wish_to_stop),), when_one_ends="stop")
+        with pytest.raises(RunStopped):
+            trainer.train()
+        folder = tmp_path / f"region-{region}"
+        losses = trainer.evaluate()["eval_loss"], trainer.predict(Tokens(4, seed=9)).metrics["test_loss"]
+        trainer.save_model()
+        saved = AutoModelForCausalLM.from_pretrained(folder)
+        stored = AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{trainer.state.global_step}")
+        assert torch.equal(params_of(saved), params_of(stored))
+        rows = Tokens(4, seed=9).rows
+        with torch.no_grad():
+            loss = float(saved(input_ids=rows, labels=rows).loss)
+        assert losses == pytest.approx((loss, loss), rel=1e-5)
+        assert read(folder / "cocodc" / "journal.jsonl")[-1]["weights"] == "global"
+        return loss
+
+    one, other = simulate(body, regions=2)
+    assert (one == other) == (name == "streaming")
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_an_evaluation_in_one_region_only_is_named(own: int, tmp_path: Path) -> None:
+    """With eager updates it shows the mean of all regions' weights, and the others do not come. The first error says so."""
+    said = []
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link, "eager", save_strategy="no")
+        evaluate = At(6, lambda control: trainer.evaluate())
+        if region == own:
+            trainer.add_callback(evaluate)
+        try:
+            trainer.train()
+        except LinkError as error:
+            said.append(str(error))
+            raise
+
+    with pytest.raises(LinkError):
+        simulate(body, regions=2)
+    named = f"region {own} evaluates at step 5 with eager updates"
+    assert any(sentence.startswith(named) for sentence in said) and "evaluation" in said[0]
 
 
 @pytest.mark.parametrize("policy", ["auto", "finish"])

@@ -28,6 +28,8 @@ def test_a_trainer_shows_its_model_its_training_and_its_data(tmp_path: Path) -> 
     assert about.model["model.config.hidden_size"] == trainer.model.config.hidden_size
     assert (about.facts["batch"], about.facts["training.learning_rate"]) == (12, 2e-3)
     assert about.facts["data.path"] == "there"
+    args._n_gpu = 2  # a plain process: Trainer trains with DataParallel
+    assert of_trainer(trainer, trainer.model, {}).facts["batch"] == 24
     assert about.first_samples
     trainer.train_dataset = Tokens(16, seed=1)
     assert of_trainer(trainer, trainer.model, {}).first_samples not in ("", about.first_samples)
