@@ -155,6 +155,7 @@ class Elastic:
             try:
                 if marker.held and len(marker.members) < self._least:
                     self._hold()
+                self._newcomer.stand_in()  # the others, who have waited, go on with it
                 return
             except LeftBehind as error:
                 marker = self._newcomer.come_back(error)

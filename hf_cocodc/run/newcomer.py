@@ -43,6 +43,7 @@ class JoiningRank:
     def __init__(self, training: Training, folder: Path) -> None:
         self._training, self._folder = training, folder
         self._admitted_at: int | None = None
+        self._owes = False  # what the loops do together after the present step, such as an evaluation
 
     def begin(self) -> Marker:
         """Come into the run for the first time, once the base is loaded. See `_follow`."""
@@ -56,7 +57,7 @@ class JoiningRank:
         The loop goes along from the inner step `before`. What a region that is not new has trained is kept. Raises LinkError if
         the run has ended, or no member helps.
         """
-        training = self._training
+        training, is_first = self._training, True
         while True:
             try:
                 marker = training.say(
@@ -65,9 +66,8 @@ class JoiningRank:
                 if marker is None:
                     continue
                 tell(f"joining: catching up, step {training.inner_step} of {marker.step}")
-                while training.inner_step < marker.step and training.endings.verdict is None:
-                    training.step(trained=False)
-                    training.loop.stand_in()
+                self._go_along(marker, is_open=is_first or marker.held)
+                is_first = False
                 if training.endings.verdict is not None:
                     over = RunFinished if training.endings.verdict == "finish" else RunOver
                     raise over(
@@ -84,6 +84,7 @@ class JoiningRank:
                     "region %d: %s It begins once more with another base.", training.link.region, error
                 )
                 self._begin_again(keep=not is_new)
+                is_first = True
         self._admitted_at = training.inner_step
         came = {} if training.session is None else training.session.came_from
         training.journal.write(
@@ -101,6 +102,23 @@ class JoiningRank:
         say(line)
         tell("training")
         return marker
+
+    def _go_along(self, marker: Marker, is_open: bool) -> None:
+        """Make the inner steps up to a marker. `is_open`: it is from before what the loops do together after its step."""
+        training = self._training
+        while True:
+            if training.inner_step < marker.step or not is_open:
+                self.stand_in()
+            if training.inner_step >= marker.step or training.endings.verdict is not None:
+                return
+            training.step(trained=False)
+            self._owes = True
+
+    def stand_in(self) -> None:
+        """Do what the loops do together after the present step, unless this region has done so."""
+        if self._owes:
+            self._owes = False
+            self._training.loop.stand_in()
 
     def come_back(self, error: LeftBehind, held_s: float = 0.0) -> Marker:
         """Be a newcomer, after the others have gone on without this region, and keep what it has trained. See `_follow`."""
@@ -142,6 +160,7 @@ class JoiningRank:
         """Answer calls from the log of the region that gave the base; each lane from that of its own rank there."""
         training, lane = self._training, self._training.lane
         training.say(RegionSession.follow, "the log of another region")
+        self._owes = True  # bases are given before it
         if training.link.num_lanes > 1:
             assert lane is not None
             source = training.say(lambda session: session.source, "whose log it is", source_in)

@@ -59,6 +59,7 @@ def test_a_region_that_is_missed_again_as_it_comes_in_comes_back_once_more() -> 
         behind.append(str(error))
         return marker
 
-    elastic: Any = SimpleNamespace(_least=3, _hold=hold, _newcomer=SimpleNamespace(come_back=come_back))
+    newcomer = SimpleNamespace(come_back=come_back, stand_in=lambda: None)
+    elastic: Any = SimpleNamespace(_least=3, _hold=hold, _newcomer=newcomer)
     Elastic._is_in(elastic, marker)  # type: ignore[arg-type]
     assert behind == ["late once", "late twice"]
