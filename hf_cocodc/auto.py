@@ -1,4 +1,4 @@
-"""What `outer_lr: auto` and `outer_momentum: auto` mean, and a warning where a momentum is too much for a run.
+"""What `outer_lr: auto` and `outer_momentum: auto` mean, the defaults, and a warning where a momentum is too much for a run.
 
 The values come from studies that anyone can repeat: `python -m tests.studies parity`, `methods`, `rounds` and `auto`
 (docs/evidence/studies.md). They were among the best over 10 to 120 outer rounds, from random weights, from trained ones and with
@@ -51,7 +51,7 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and "
         f"{max_steps} inner steps have {rounds or 'not even one'}. In so short a run such a momentum makes the result worse "
         "(docs/guides/which-method.md). "
-        f"Set {values}, or both to auto; or make more rounds with a smaller outer.sync_interval."
+        f"Set {values}, or leave both out; or make more rounds with a smaller outer.sync_interval."
     )
 
 

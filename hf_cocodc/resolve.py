@@ -90,9 +90,9 @@ def from_config(config: OuterConfig) -> Method:
 
 
 def _numbers(composer: _Composer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, with numbers in place of `auto`."""
-    waiting = [name for name in FOLLOWING if given.get(name) == AUTO]
-    return {**given, **{name: AUTO_VALUES[composer.name][name] for name in waiting}}
+    """What is given, with the numbers of `auto` where nothing else is given for any of FOLLOWING."""
+    is_auto = all(given.get(name, AUTO) == AUTO for name in FOLLOWING)
+    return {**given, **(AUTO_VALUES.get(composer.name, {}) if is_auto else {})}
 
 
 def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
     if not is_own(composer.name):
-        check_settings({**takes, **given}, list(given))
+        check_settings({**takes, **_numbers(composer, given)}, list(given))
         return
     for name in FOLLOWING:
         if given.get(name, takes.get(name)) == AUTO:

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
+from hf_cocodc.settings.outer import FOLLOWING
+
+
+def of_paper(method: str) -> dict[str, float]:
+    """The learning rate and the momentum that a method has of its own; a config without them has those of our studies."""
+    parameters = inspect.signature(known()[method]).parameters
+    return {name: parameters[name].default for name in FOLLOWING if name in parameters}
 
 
 def small(

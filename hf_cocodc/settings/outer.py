@@ -47,7 +47,7 @@ OF_EVERY_METHOD = (
 
 AUTO = "auto"
 FOLLOWING = ("outer_lr", "outer_momentum")
-"""What may be `auto`, together."""
+"""What may be `auto`, together, and is where neither is given."""
 AUTO_VALUES: dict[str, dict[str, float]] = {
     "diloco": {"outer_lr": 0.7, "outer_momentum": 0.6},
     "streaming": {"outer_lr": 0.6, "outer_momentum": 0.4},
@@ -90,7 +90,9 @@ _SHARE = Limit(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
 @documented
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig(Settings):
-    """How regions synchronize. A field that is None takes the default of the method, which comes from its paper."""
+    """How regions synchronize. A field that is None takes the default of the method, which comes from its paper; outer_lr and
+    outer_momentum are auto if both are None.
+    """
 
     SECTION = "outer"
 
@@ -123,11 +125,12 @@ class OuterConfig(Settings):
         OnlyWith("merge", ["mix"]),
     )
     outer_lr: float | str | None = setting(
-        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, means values that our studies found.",
+        "Learning rate of the outer optimizer. auto stands for values that our studies found, of outer_lr and outer_momentum. If "
+        "there is a number for one of them only, the other one is the method's own.",
         Limit(lambda rate: rate == AUTO or (rate != 0 and _is_in(rate, 0)), "must be positive, or auto"),
     )
     outer_momentum: float | str | None = setting(
-        "Nesterov momentum of the outer optimizer, or auto.",
+        "Nesterov momentum of the outer optimizer, or auto: see outer_lr.",
         Limit(lambda share: share == AUTO or _is_in(share, 0, 1), "must lie in [0, 1), or be auto"),
     )
     codec: Any | str | None = setting(

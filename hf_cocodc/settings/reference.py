@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from . import OuterConfig
 from .fields import WORDS, hints_of, is_expert, meaning
-from .outer import OF_EVERY_METHOD
+from .outer import AUTO, FOLLOWING, OF_EVERY_METHOD
 from .recipe import Recipe
 
 OTHERS = {
@@ -99,6 +99,8 @@ def _by_default(key: Key) -> str:
 
 
 def _default(field: dataclasses.Field) -> str:
+    if field.name in FOLLOWING:
+        return AUTO
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is None:
         return ""

@@ -27,6 +27,7 @@ from hf_cocodc.parts.tensors.slices import square
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
+from tests.methods import of_paper
 from tests.parts.test_codecs import transfer
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, batch, global_of, llama_adamw, params_of, run, train_llama
@@ -59,7 +60,10 @@ def test_sparseloco_that_sends_everything_is_diloco_without_momentum(
 def test_muloco_is_diloco_with_its_settings() -> None:
     """The outer side alone, bitwise: what is new is the inner optimizer (`tests/oracles/test_newer.py`)."""
     diloco = small("diloco", outer_lr=0.7, outer_momentum=0.6, codec="int4")
-    ours, theirs = run(2, small("muloco"), llama_adamw(), live), run(2, diloco, llama_adamw(), live)
+    ours, theirs = (
+        run(2, small("muloco", **of_paper("muloco")), llama_adamw(), live),
+        run(2, diloco, llama_adamw(), live),
+    )
     assert torch.equal(locals_of(ours), locals_of(theirs))
 
 

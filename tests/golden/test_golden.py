@@ -15,7 +15,7 @@ import torch
 
 from hf_cocodc.newer import known
 from hf_cocodc.settings import OuterConfig
-from tests.methods import small
+from tests.methods import of_paper, small
 from tests.toys import Blocks, Region, run
 
 FOLDER = Path(__file__).parent
@@ -61,7 +61,14 @@ def trajectory(name: str) -> list[list[float]]:
             return torch.cat([vector.detach().reshape(-1).clone() for vector in region.model.parameters()])
         return torch.cat([state.global_params for state in region.synchronizer.fragments])
 
-    config = OuterConfig(**{"method": name, "sync_interval": 8, **SETTINGS[name]})
+    config = OuterConfig(
+        **{
+            "method": name,
+            "sync_interval": 8,
+            **of_paper(SETTINGS[name].get("method", name)),
+            **SETTINGS[name],
+        }
+    )
     return [tensor.tolist() for states in run(3, config, build, live)[:2] for tensor in states]
 
 

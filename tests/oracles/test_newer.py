@@ -49,7 +49,7 @@ def test_muloco_follows_its_oracle(num_regions: int, monkeypatch: pytest.MonkeyP
     shapes = [(6, 9), (8, 3), (5,)]
     rates = [0.05 * (1 - step / 40) for step in range(21)]
     problem = make_problem(num_regions, [54, 24, 5], T=21, lr=rates, seed=num_regions)
-    config = OuterConfig(method="muloco", sync_interval=7, codec="fp32")
+    config = OuterConfig(method="muloco", sync_interval=7, outer_lr=0.7, outer_momentum=0.6, codec="fp32")
     oracle = muloco(problem, shapes, 7, 0.7, 0.6)
     assert_equal(trajectory(problem, config, shapes, inner=lambda model, lr: muon(model, lr=lr)), oracle)
     assert distance(oracle, diloco(problem, 7, 0.7, 0.6)) > 1000 * TOLERANCE

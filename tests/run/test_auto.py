@@ -20,6 +20,7 @@ from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.settings.outer import AUTO, AUTO_VALUES, FOLLOWING
 from hf_cocodc.training.simulation import simulate
+from tests.methods import of_paper
 from tests.toys import llama, params_of, train_loop
 
 BOTH: dict[str, Any] = {"outer_lr": AUTO, "outer_momentum": AUTO}
@@ -70,7 +71,7 @@ def test_a_delay_of_one_round_never_has_the_momentum_of_papers(method: str) -> N
     ("given", "message"),
     [
         (
-            {"outer_lr": AUTO},
+            {"outer_lr": AUTO, "outer_momentum": 0.9},
             "outer.outer_lr=auto, but outer.outer_momentum=0.9: one value is good only with",
         ),
         ({"outer_momentum": AUTO, "outer_lr": 1}, "outer.outer_momentum=auto, but outer.outer_lr=1.0"),
@@ -105,7 +106,8 @@ def test_a_run_with_auto_is_the_run_with_its_numbers() -> None:
     numbers, of_numbers = trained(**NUMBERS)
     assert torch.equal(numbers, auto)
     assert of_numbers == of_auto
-    assert not torch.equal(trained()[0], auto)
+    assert torch.equal(trained()[0], auto)
+    assert not torch.equal(trained(**of_paper("diloco"))[0], auto)
 
 
 def test_one_region_may_write_auto_and_another_its_numbers() -> None:
@@ -128,7 +130,9 @@ def test_one_region_may_write_auto_and_another_its_numbers() -> None:
         ({"outer_momentum": 0.6, "outer_lr": 0.4}, 10, False),
         ({"outer_momentum": 0.0, "outer_lr": 2.0}, 10, False),
         (BOTH, 10, False),
-        ({}, 10, True),
+        ({}, 10, False),
+        (of_paper("diloco"), 10, True),
+        ({"outer_lr": 0.7}, 10, True),
         ({}, None, False),
         ({}, -1, False),
         ({"method": "co2"}, 10, False),
@@ -178,7 +182,7 @@ def test_the_first_region_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:
-    """DiLoCo's own values are for many rounds, and someone who fine-tunes gives none."""
+    """DiLoCo's own values are for many rounds."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, "hf_cocodc"):
@@ -186,7 +190,7 @@ def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:
             Accelerator(cpu=True),
             model,
             optimizer,
-            OuterConfig(sync_interval=10),
+            OuterConfig(sync_interval=10, **of_paper("diloco")),  # type: ignore[arg-type]
             max_steps=100,
             link=loopback(),
         ).close()

@@ -571,7 +571,7 @@ def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytes
         trainer.train(resume_from_checkpoint=True)
 
     simulate(body, regions=2)
-    assert "outer.outer_lr was 0.4 when the checkpoint was written and is 0.123 now" in caplog.text
+    assert "outer.outer_lr was 0.6 when the checkpoint was written and is 0.123 now" in caplog.text
     for region in range(2):
         newest = max(folders.checkpoints(tmp_path / f"region-{region}").items())[1]
         path = newest / state.state_file()
