@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .settings import OuterConfig, RegionConfig
     from .settings.recipe import Recipe
     from .trainer.callback import CoCoDCCallback
+    from .trainer.flags import script_parser
     from .training.simulation import simulate
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ _HOMES = {
     "RegionConfig": ".settings",
     "muon": ".run.muon",
     "region_shard": ".run.shards",
+    "script_parser": ".trainer.flags",
     "simulate": ".training.simulation",
     "split_world": ".run.split_world",
 } | dict.fromkeys(_ERRORS, ".errors")
@@ -84,6 +86,7 @@ __all__ = [
     "RunStopped",
     "muon",
     "region_shard",
+    "script_parser",
     "simulate",
     "split_world",
 ]

@@ -154,7 +154,19 @@ def documented(cls: _C) -> _C:
     return cls
 
 
-class Settings:
+class _Kind(type):
+    """The type of settings classes, which HfArgumentParser does not take: fields such as `device` are flags of other classes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "_argument_group_name":  # HfArgumentParser asks each class that it is given
+            raise InputError(
+                f"HfArgumentParser(...) makes flags of {cls.__name__} without a prefix, such as --device or --min. Write "
+                "hf_cocodc.script_parser(TrainingArguments): its flags are --outer_device and --region_min."
+            )
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class Settings(metaclass=_Kind):
     """What the settings classes share: a check of each value, and all values as plain data, as
     `transformers.TrainingArguments` gives them.
     """

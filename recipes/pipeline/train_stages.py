@@ -15,9 +15,9 @@ In the last two terminals, run this first:
     export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_COORDINATOR=127.0.0.1:29650
 
 On GPUs, omit the first two variables. To train without a pipeline, replace `--multi_gpu --num_processes 2` by
-`--num_processes 1`, or on CPUs by `--cpu --num_processes 1`. The fields of Options, OuterConfig and RegionConfig are flags, for
-example `--method dilocox --sync_interval 20 --rank 16 --outer_lr 0.3 --outer_momentum 0`. The global model ends up in
-`runs/pipeline/region-{r}`.
+`--num_processes 1`, or on CPUs by `--cpu --num_processes 1`. The fields of Options are flags, and so are the settings of
+hf_cocodc, with a prefix: for example `--outer_method dilocox --outer_sync_interval 20 --outer_rank 16`. The global model ends
+up in `runs/pipeline/region-{r}`.
 
 Not supported: tied embeddings, because their two ends would lie in two stages, and an end before `max_steps` (see `stage` of
 `OuterOptimizer`).
@@ -36,9 +36,9 @@ from accelerate.utils import gather_object, set_seed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, region_shard
+from hf_cocodc import OuterOptimizer, region_shard, script_parser
 from hf_cocodc.training.data import byte_tokenizer, load_text, pack
 
 
@@ -150,8 +150,7 @@ def save_model(accelerator: Accelerator, stage: Stage, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, OuterConfig, RegionConfig))
-    options, config, regions = parser.parse_args_into_dataclasses()
+    options, config, regions = script_parser(Options).parse_args_into_dataclasses()
     regions, accelerator = regions.resolved(), Accelerator()
     rank, num_stages = accelerator.process_index, accelerator.num_processes
     logging.basicConfig(level=logging.INFO, format=f"region {regions.region} stage {rank}: %(message)s")

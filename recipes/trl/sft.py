@@ -10,18 +10,19 @@ In the last two terminals, run this first:
 
     export OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_COORDINATOR=127.0.0.1:29650
 
-It takes about a minute. The fields of SFTConfig and OuterConfig are flags, for example `--packing --method diloco`. On GPUs, give
-`accelerate launch` its usual arguments. The global model ends up in `runs/sft/region-{r}`.
+It takes about a minute. The fields of SFTConfig are flags, and so are the settings of hf_cocodc, with a prefix: for example
+`--packing --outer_method diloco`. On GPUs, give `accelerate launch` its usual arguments. The global model ends up in
+`runs/sft/region-{r}`.
 """
 
 import random
 from typing import Any
 
 from datasets import Dataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard
+from hf_cocodc import CoCoDCCallback, region_shard, script_parser
 from hf_cocodc.training.data import byte_tokenizer
 
 DEFAULTS: dict[str, Any] = {
@@ -36,8 +37,8 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 50,
     "report_to": "none",
     "bf16": False,
-    "method": "streaming",
-    "sync_interval": 20,
+    "outer_method": "streaming",
+    "outer_sync_interval": 20,
 }
 
 
@@ -57,9 +58,9 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = HfArgumentParser((SFTConfig, OuterConfig))
+    parser = script_parser(SFTConfig)
     parser.set_defaults(**DEFAULTS)
-    args, outer = parser.parse_args_into_dataclasses()
+    args, outer, regions = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     parts = sums().train_test_split(test_size=200, shuffle=False)
     trainer = SFTTrainer(
@@ -68,7 +69,7 @@ def main() -> None:
         train_dataset=region_shard(parts["train"]),
         eval_dataset=parts["test"],
         processing_class=byte_tokenizer(),
-        callbacks=[CoCoDCCallback(outer)],
+        callbacks=[CoCoDCCallback(outer, regions)],
     )
     trainer.train()
     trainer.save_model()

@@ -167,6 +167,7 @@ def test_public_names() -> None:
         *("RegionLostError", "RunFinished", "RunLeft", "RunOver", "RunStopped"),
         "muon",
         "region_shard",
+        "script_parser",
         "simulate",
         "split_world",
     ]

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
 
-from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc import script_parser
 from hf_cocodc.cli.main import parse
 
 ROOT = Path(__file__).parents[2]
@@ -38,29 +37,26 @@ class Mine:
 @pytest.mark.parametrize(
     ("words", "mine", "method", "rank"),
     [
-        ("--device cuda --rank 3 -- --method dilocox --rank 64 --count 2", Mine("cuda", 3), "dilocox", 64),
+        (
+            "--device cuda --rank 3 --outer_method dilocox --outer_rank 64 --region_count 2",
+            Mine("cuda", 3),
+            "dilocox",
+            64,
+        ),
         ("--run other", Mine(run="other"), "diloco", None),
-        ("-- --method streaming", Mine(), "streaming", None),
+        ("--outer-method streaming", Mine(), "streaming", None),
     ],
 )
-def test_flags_of_the_same_name_are_parsed_apart(
+def test_flags_of_the_same_name_stand_beside_each_other(
     words: str, mine: Mine, method: str, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each side gets its own, with and without the other side's."""
     monkeypatch.setattr(sys, "argv", ["my_script.py", *words.split()])
-    found: dict[str, Any] = {
-        each.__name__: each for each in (sys, HfArgumentParser, OuterConfig, RegionConfig, Mine)
-    }
+    found: dict[str, Any] = {"script_parser": script_parser, "Mine": Mine}
     exec(block("flags"), found)
     assert found["mine"] == mine
     assert (found["outer"].method, found["outer"].rank) == (method, rank)
-    assert found["regions"].count == (2 if "--count" in words else None)
-
-
-def test_together_they_are_refused() -> None:
-    """As the page says: argparse does not take a name twice."""
-    with pytest.raises(Exception, match="conflicting option string"):
-        HfArgumentParser((Mine, OuterConfig, RegionConfig))
+    assert found["regions"].count == (2 if "--region_count" in words else None)
 
 
 def commands() -> list[list[str]]:

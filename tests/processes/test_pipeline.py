@@ -201,7 +201,7 @@ def test_the_recipe_trains_pipelined_and_not_and_resumes(
     """By its docstring's lines: both regions end with one model, and two stages a region with that of one; once more from a
     checkpoint, in new processes, with the same bits."""
     monkeypatch.chdir(ROOT)
-    flags = ["--max_steps", "7", "--sync_interval", "3", "--save_steps", "4"]
+    flags = ["--max_steps", "7", "--outer_sync_interval", "3", "--save_steps", "4"]
     first, second = launch(tmp_path / "two", *flags)
     alone, _ = launch(tmp_path / "one", *flags, unpipelined=True)
     for region in range(REGIONS):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
+from trl import TrlParser
 
-from hf_cocodc import settings
+from hf_cocodc import script_parser, settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.net import members
@@ -133,36 +134,55 @@ def test_config_classes_are_frozen_and_keyword_only() -> None:
         OuterConfig("diloco")  # type: ignore[misc]
 
 
-def test_hf_argument_parser_gives_every_script_our_flags(tmp_path: Path) -> None:
-    """HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig)) parses our fields as flags with help."""
-    parser = HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig))
+def test_every_script_has_our_flags_with_a_prefix(tmp_path: Path) -> None:
+    """Beside its own, with help; the values come back as the settings classes, checked."""
     flags = [
         "--output_dir",
         str(tmp_path),
-        "--method",
-        "streaming",
-        "--sync_interval",
-        "50",
-        "--overlap_steps",
-        "3",
-    ]
-    flags += [
-        "--outer_lr",
-        "0.3",
-        "--count",
-        "2",
-        "--region",
-        "1",
-        "--coordinator",
-        "10.0.0.1:29650",
         "--use_cpu",
+        "--outer_method",
+        "streaming",
+        "--outer-sync-interval",
+        "50",
     ]
-    _, outer, regions = parser.parse_args_into_dataclasses(flags)
-    assert outer == OuterConfig(method="streaming", sync_interval=50, overlap_steps=3, outer_lr=0.3)
-    assert (regions.region, regions.count, regions.coordinator) == (1, 2, "10.0.0.1:29650")
+    flags += ["--outer_overlap_steps", "3", "--outer_lr", "0.3", "--outer_error_feedback", "no"]
+    flags += ["--region_count", "2", "--region", "1", "--region_coordinator", "10.0.0.1:29650"]
+    args, outer, regions = script_parser(TrainingArguments).parse_args_into_dataclasses(flags)
+    assert outer == OuterConfig(
+        method="streaming", sync_interval=50, overlap_steps=3, outer_lr=0.3, error_feedback=False
+    )
+    assert regions == RegionConfig(region=1, count=2, coordinator="10.0.0.1:29650") and args.use_cpu
+    with pytest.raises(InputError, match="outer.sync_interval=0 must be at least 1"):
+        script_parser().parse_args_into_dataclasses(["--outer_sync_interval", "0"])
+    assert script_parser().parse_dict({"region_count": 3}) == (OuterConfig(), RegionConfig(count=3))
+    assert script_parser(parser=TrlParser).parse_args_and_config([])[0] == OuterConfig()
     assert all(
         f.metadata.get("help") for kind in (OuterConfig, RegionConfig) for f in dataclasses.fields(kind)
     )
+
+
+@dataclasses.dataclass
+class Mine:
+    """A script's own class with names of ours."""
+
+    device: str = "cpu"
+
+
+def test_a_flag_without_its_prefix_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the new name; a script may have a flag of that name."""
+    for old, new in (
+        ("sync_interval", "outer_sync_interval"),
+        ("sync-interval", "outer_sync_interval"),
+        ("min", "region_min"),
+    ):
+        with pytest.raises(SystemExit):
+            script_parser(Mine).parse_args_into_dataclasses([f"--{old}", "5"])
+        assert f"--{old} is --{new}: flags of hf_cocodc have a prefix" in capsys.readouterr().err
+    [mine, outer, _] = script_parser(Mine).parse_args_into_dataclasses(["--device", "cuda"])
+    assert (mine.device, outer.device) == ("cuda", "auto")
+    for kind in (OuterConfig, RegionConfig):
+        with pytest.raises(InputError, match=rf"flags of {kind.__name__} without a prefix.*script_parser"):
+            HfArgumentParser((Mine, kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [["b", " a"], "b, a", "a,b,"])
@@ -170,7 +190,7 @@ def test_names_of_what_may_differ_are_a_list_or_a_line(given: list[str] | str) -
     """A recipe has a list, a flag has commas; both mean the same."""
     assert RegionConfig(may_differ=given).allowed == ["a", "b"]
     line = given if isinstance(given, str) else ",".join(given)
-    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(["--may_differ", line])
+    _, regions = script_parser().parse_args_into_dataclasses(["--region_may_differ", line])
     assert regions.allowed == ["a", "b"]
     recipe = Recipe.load(RECIPE, [f"regions.may_differ={json.dumps(given)}"])
     assert recipe.regions.allowed == ["a", "b"]
@@ -317,31 +337,16 @@ def test_the_guard_is_given_as_a_mapping_or_a_line_or_not_at_all() -> None:
         assert guard_of(config) == expected
         assert ("guard" in method_settings(config)) == (expected != Guard())
         assert dataclasses.replace(config, sync_interval=5).guard == config.guard
-    [parsed] = HfArgumentParser(OuterConfig).parse_args_into_dataclasses(["--guard", "history=9"])  # type: ignore[arg-type]
+    parsed, _ = script_parser().parse_args_into_dataclasses(["--outer_guard", "history=9"])
     assert guard_of(parsed) == Guard(history=9)
 
 
 def test_flags_and_recipes_take_the_settings_of_elastic_runs() -> None:
     """Numbers and the word auto, as text."""
-    flags = [
-        "--count",
-        "3",
-        "--min",
-        "2",
-        "--max",
-        "4",
-        "--grace_s",
-        "auto",
-        "--wait_s",
-        "60",
-        "--join",
-        "true",
-    ]
-    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(flags)
+    flags = "--region_count 3 --region_min 2 --region_max 4 --region_grace_s auto --region_wait_s 60 --region_join true"
+    _, regions = script_parser().parse_args_into_dataclasses(flags.split())
     assert regions == RegionConfig(count=3, min=2, max=4, grace_s="auto", wait_s=60.0, join=True)
-    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(
-        ["--min", "1", "--grace_s", "30"]
-    )
+    _, regions = script_parser().parse_args_into_dataclasses(["--region_min", "1", "--region_grace_s", "30"])
     assert regions.grace_s == 30
     given = ["regions.min=2", "regions.grace_s=2.5", "regions.max=4", "regions.join=true"]
     recipe = Recipe.load(RECIPE, given)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import HfArgumentParser
 
-from hf_cocodc import CoCoDCCallback, OuterOptimizer
+from hf_cocodc import CoCoDCCallback, OuterOptimizer, script_parser
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
@@ -89,7 +88,7 @@ def test_help_shows_every_field(kind: Any) -> None:
 
 
 def test_what_is_for_experts_stands_apart() -> None:
-    """At the end, in the class, in the lists of keys, and in the help of HfArgumentParser, which has one group a class."""
+    """At the end, in the class, in the lists of keys, and in the help of a script's flags."""
     fields = dataclasses.fields(OuterConfig)
     assert {each.name for each in fields if is_expert(each)} == EXPERT
     assert all(is_expert(each) for each in fields[-len(EXPERT) :])
@@ -98,10 +97,9 @@ def test_what_is_for_experts_stands_apart() -> None:
         assert "outer.rank" in for_all and "regions.rate_limit" in for_all and "Expert:" not in text
         for name in EXPERT:
             assert f"outer.{name}" in for_experts and f"outer.{name}" not in for_all
-    parser = HfArgumentParser(BOTH)  # type: ignore[arg-type]
-    helps = {each.dest: each.help or "" for each in parser._actions}
+    helps = {each.dest.removeprefix("outer_"): each.help or "" for each in script_parser()._actions}
     for each in fields:
-        assert helps[each.name].startswith("Expert: ") == (each.name in EXPERT)
+        assert helps[each.name.removeprefix("outer_")].startswith("Expert: ") == (each.name in EXPERT)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,16 @@ def test_sft_across_regions(way: str, tmp_path: Path) -> None:
 def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its docstring's lines: both regions end with one model."""
     monkeypatch.chdir(ROOT)
-    few = ["--max_steps", "7", "--sync_interval", "4", "--eval_steps", "5", "--output_dir", str(tmp_path)]
+    few = [
+        "--max_steps",
+        "7",
+        "--outer_sync_interval",
+        "4",
+        "--eval_steps",
+        "5",
+        "--output_dir",
+        str(tmp_path),
+    ]
     run_recipe("recipes/trl/sft.py", few)
     first, second = (tmp_path / f"region-{region}" / "model.safetensors" for region in range(2))
     assert first.read_bytes() == second.read_bytes()

@@ -296,7 +296,7 @@ def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A RegionConfig, as HfArgumentParser makes it, chooses the shard; the environment fills what it leaves out."""
+    """A RegionConfig, as a script's flags make it, chooses the shard; the environment fills what it leaves out."""
     assert list(shards.region_shard(range(7), RegionConfig(region=1, count=3))) == [1, 4]
     with pytest.raises(InputError, match="num_regions=3 beside a RegionConfig"):
         shards.region_shard(range(7), RegionConfig(region=1, count=3), 3)
