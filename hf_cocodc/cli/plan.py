@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
             raise InputError(f"--write {short(options.write)}: there are no settings to write; see above.")
         options.write.write_text(
             written.recipe_of(
-                options.recipe, [*options.overrides, *steps], chosen, subject, "\n".join(words)
+                options.recipe, [*options.overrides, *steps], chosen, subject, "\n".join(words), options.write
             ),
             encoding="utf-8",
         )

@@ -59,7 +59,7 @@ def _new(options: argparse.Namespace) -> int:
         raise InputError(f"{shown(options.file)} exists already. Give another name, or remove it.")
     import torch  # takes seconds to import
 
-    from ..training.starter import starter
+    from ..training.starter import positions_of, starter
 
     text = starter(
         options.model,
@@ -71,6 +71,7 @@ def _new(options: argparse.Namespace) -> int:
         num_regions=options.regions,
         max_steps=options.steps,
         lora=options.lora,
+        positions=positions_of(options.model),
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
     )
     if options.file == "-":

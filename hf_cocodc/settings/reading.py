@@ -1,7 +1,9 @@
 """Reads recipes: from YAML files, which may extend each other, to plain sections and values."""
 
+import io
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,15 @@ def read_yaml(text: str, where: str) -> Any:
         raise InputError(
             f"{where}{_line(error, text)}: not valid YAML: {short(reason, 200).rstrip('.')}."
         ) from error
+
+
+def yaml_of(content: Mapping[str, Any]) -> str:
+    """YAML that `read_yaml` reads as `content`, in its order."""
+    yaml, text = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style = yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.allow_unicode, yaml.width = False, 10_000  # raw, some characters would come back as others
+    yaml.dump(content, text)
+    return text.getvalue()
 
 
 def _line(error: Any, text: str) -> str:

@@ -101,6 +101,12 @@ def load_text(
     return dataset
 
 
+NO_EOS = (
+    "the tokenizer has no eos token to put between documents. Name another one (tokenizer.name_or_path), or give it one: load it "
+    "in Python, set its attribute eos_token, and save it in a folder."
+)
+
+
 def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
     """Tokenize documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
 
@@ -112,7 +118,7 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
     if block_size < 2:
         raise InputError(f"block_size={block_size} must be at least 2: a token and the next one. Raise it.")
     if tokenizer.eos_token_id is None:
-        raise InputError("The tokenizer has no eos token to put between documents. Set tokenizer.eos_token.")
+        raise InputError(NO_EOS)
     import datasets
 
     columns = _columns(dataset, text_column)

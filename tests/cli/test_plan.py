@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.methods import METHODS
+from hf_cocodc.settings.reading import read_yaml
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan import choice, money, sizes, speeds, table, written
@@ -116,27 +117,29 @@ def test_ten_rows_are_shown_and_all_if_asked(capsys: pytest.CaptureFixture[str])
     assert re.search(r"The run takes \d+\.\d s\.", said)
 
 
-def test_a_plan_keeps_the_comments_of_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a recipe that extends another one, too; of an earlier plan only what is said of settings goes."""
-    mine = tmp_path / "mine.yaml"
+def test_a_plan_extends_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written holds the changes alone, from wherever it is read; a plan may be planned again."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    folder, out, again = tmp_path / "mine", tmp_path / "plans" / "out.yaml", tmp_path / "again.yaml"
+    folder.mkdir()
+    out.parent.mkdir()
+    mine = folder / "mine.yaml"
     mine.write_text(
-        "# My recipe.\nextends: quickstart/diloco\n\n# How regions synchronize.\nouter:\n  # twenty steps\n"
-        "  sync_interval: 20  # H\nregions:\n  # rate_limit: 90\n# The end.\n"
+        "extends: quickstart/streaming\nouter: {mixing_alpha: 0.0}\nmodel: {config: {x: .inf, y: null}}\n"
     )
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    for source, target in ((mine, first), (first, second)):
-        assert main(["plan", str(source), *PLAN[2:], "--target", "0.8", "--write", str(target)]) == 0
-    text = second.read_text()
-    assert text.count("# Written by `hf-cocodc plan`:\n# settings: diloco: sync_interval=20,") == 1
-    assert text.count("# settings:") == text.count("# My recipe.") == 1
-    assert "\n\n# My recipe.\nmodel:\n" in text
-    assert (
-        "\n# How regions synchronize.\nouter:\n  method: diloco\n  # twenty steps\n  sync_interval: 20  # H\n"
-        in text
-    )
-    assert text.endswith("  rate_limit: 54.0\n  # rate_limit: 90\n# The end.\n")
-    assert "learning_rate: 3e-3\n" in text
-    assert Recipe.load(second) == Recipe.load(first)
+    monkeypatch.chdir(folder)
+    words = [*PLAN[2:], "--target", "0.5", "--set", "model.config.x=null", "--set", "training.seed=7"]
+    assert main(["plan", "mine.yaml", *words, "--write", str(out)]) == 0
+    monkeypatch.chdir(tmp_path)
+    changes = read_yaml(out.read_text(), "")
+    assert changes.keys() == {"extends", "model", "outer", "regions", "training"}
+    assert changes["extends"] == "../mine/mine.yaml" and changes["model"] == {"config": {"x": None}}
+    assert changes["training"] == {"seed": 7} and "method" not in changes["outer"]
+    recipe = Recipe.load(out)
+    assert recipe.model.config is not None and "x" not in recipe.model.config
+    assert (recipe.training["seed"], recipe.regions.rate_limit) == (7, 54.0)
+    assert main(["plan", str(out), *PLAN[2:], "--target", "0.5", "--write", str(again)]) == 0
+    assert Recipe.load(again) == recipe
 
 
 def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

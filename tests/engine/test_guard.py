@@ -151,7 +151,7 @@ def test_a_fresh_outer_gradient_is_held_against_the_history(
     """With eager updates. All regions go twenty times as fast from one round on: by their learning rate, or by a fault."""
 
     def live(guard: Guard | None, region: int, link: Link) -> tuple[list[tuple[str, dict[str, Any]]], Tensor]:
-        method = from_config(OuterConfig(method="eager", sync_interval=3))
+        method = from_config(OuterConfig(method="eager", sync_interval=3, outer_lr=0.4, outer_momentum=0.9))
         events: list[tuple[str, dict[str, Any]]] = []
         note = lambda kind, **facts: events.append((kind, facts))  # noqa: E731
         model = Blocks(torch.zeros(48).split(16))

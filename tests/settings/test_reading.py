@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.settings.fields import converted, loosened
+from hf_cocodc.settings.reading import read_yaml, yaml_of
 
 Start = bool | Literal["pissa", "pissa_niter_[number of iters]"]
 
@@ -35,3 +38,25 @@ def test_what_no_library_can_mean_is_refused(value: Any, hint: Any) -> None:
     """Lists, mappings, truth and text for numbers; numbers and lists for words."""
     with pytest.raises(InputError, match="peft.x"):
         converted(value, loosened(hint), "peft.x")
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(min_size=1, max_size=6), PLAIN, min_size=1, max_size=4))
+def test_any_content_that_is_written_is_read_as_it_was(content: dict[str, Any]) -> None:
+    """Also text that looks like another value, and odd characters."""
+    try:
+        text = yaml_of(content)
+    except InputError:  # YAML has no form for it
+        return
+    assert repr(read_yaml(text, "")) == repr(content)

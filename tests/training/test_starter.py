@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from transformers import GPT2Config
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
@@ -69,6 +70,23 @@ def test_it_says_what_auto_means() -> None:
         assert {name for name in FOLLOWING if getattr(outer, name) == AUTO} == set(
             AUTO_VALUES.get(method, {})
         )
+
+
+def test_it_offers_more_keys_as_comments() -> None:
+    """Each works as it stands, once it is no comment."""
+    text = starter("m", "d")
+    assert read_yaml(text, "")["regions"] == {"count": 2}
+    assert "  # Smallest number of regions that train on" in text
+    lines = text.replace("  # rate_limit: 90", "  rate_limit: 90").replace("  # min: 1", "  min: 1")
+    assert read_yaml(lines, "")["regions"] == {"count": 2, "rate_limit": 90.0, "min": 1}
+
+
+def test_its_blocks_fit_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that was made for 256 tokens takes no block of 1024."""
+    GPT2Config(n_positions=256).save_pretrained(tmp_path)
+    assert main(["recipe", "new", "-", "--model", str(tmp_path), "--data", "d"]) == 0
+    assert read(capsys.readouterr().out).data.block_size == 256
+    assert read(starter("m", "d")).data.block_size == 1024
 
 
 def test_it_writes_over_nothing(

@@ -1,14 +1,14 @@
 """Writes the recipe of a plan, and reads what `bench link` has measured."""
 
-import functools
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...errors import InputError, short
-from ...settings.reading import override_key, read_chain, read_recipe
+from ...settings.reading import override_key, read_recipe, yaml_of
 from ...settings.recipe import Recipe
-from ...settings.writing import Notes, notes_of, written
 from ..bench.report import read
 from .flights import MSS, MTU
 from .forecast import Forecast, Subject
@@ -22,43 +22,55 @@ _CHOSEN = (
     "codec",
     "error_feedback",
 )
-_HEAD = "# Written by `hf-cocodc plan`:"
 _LINK_TITLE = "one mean over a link"
 
 
 def recipe_of(
-    path: str | os.PathLike, overrides: Sequence[str], chosen: Forecast, subject: Subject, head: str
+    path: str | os.PathLike,
+    overrides: Sequence[str],
+    chosen: Forecast,
+    subject: Subject,
+    head: str,
+    out: Path,
 ) -> str:
-    """A complete recipe with the settings of a plan, as YAML; other settings are those of the recipe that was planned.
+    """A recipe for the file `out`: it extends the one that was planned, and holds what the plan changes.
 
-    Comments of that recipe, and of those that it extends, stay with their keys. `overrides` are changes to it, each
-    "section.key=value". The lines of `head` replace those of an earlier plan, which the recipe comes from. Raises InputError
-    if the recipe cannot be read any more.
+    `overrides` are changes to that recipe, each "section.key=value". The lines of `head` stand above as comments. Raises
+    InputError if the recipe cannot be read any more.
     """
-    content, _ = read_recipe(path)
+    before, _ = read_recipe(path)
+    content = copy.deepcopy(before)
     for override in overrides:
         override_key(content, override)
-    before = content.get("outer") or {}
+    outer = content.get("outer") or {}
     given = chosen.config.given()
-    kept = {name: getattr(chosen.config, name) for name in before if name not in given}
+    kept = {name: getattr(chosen.config, name) for name in outer if name not in given}
     kept = {name: value for name, value in kept.items() if value is not None}
     shown = {name: chosen.shown[name] for name in _CHOSEN if name in chosen.shown}
-    outer = {"method": chosen.config.method, **kept, **given, **shown}
-    content["outer"] = {name: outer[name] for name in before if name in outer} | outer
+    content["outer"] = {"method": chosen.config.method, **kept, **given, **shown}
     rate_limit = float(f"{subject.limit * 8 / 1e6:.4g}")
     of_tcp = {} if subject.is_group else {"connections": subject.connections, "rate_limit": rate_limit}
     content["regions"] = {**(content.get("regions") or {}), "count": subject.regions, **of_tcp}
     Recipe.from_dict(content)
-    notes = functools.reduce(
-        lambda base, each: notes_of(each[0]).over(base), reversed(read_chain(path)), Notes((), {}, ())
+    base = os.path.relpath(path, out.parent) if Path(path).is_file() else os.fspath(path)
+    lines = "".join(f"# {line}\n" for line in head.splitlines())
+    return (
+        f"# Written by `hf-cocodc plan`:\n{lines}\n{yaml_of({'extends': base, **_changes(before, content)})}"
     )
-    mine = [_HEAD, *(f"# {line}" for line in head.splitlines()), ""]
-    return written(content, notes._replace(head=(*mine, *_without_plan(notes.head))))
 
 
-def _without_plan(head: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines at the beginning of a recipe without those of an earlier plan, which end with an empty line."""
-    return head[head.index("") + 1 :] if head[:1] == (_HEAD,) and "" in head else head
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe holds that extends `before` and is `after`."""
+    found: dict[str, Any] = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            value = _changes(old, value)
+            if value:
+                found[name] = value
+        elif name not in before or value != old:
+            found[name] = value
+    return found
 
 
 def link_of(path: Path) -> dict[str, float]:

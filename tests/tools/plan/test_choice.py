@@ -138,7 +138,7 @@ def test_the_link_of_a_cluster_is_planned_as_it_is(
     said = table.in_words(planned, found, "diloco", 0.5)
     assert " ".join(said).count(why) == 1
     path = tmp_path / "out.yaml"
-    path.write_text(written.recipe_of(RECIPE, overrides, found, planned, ""))
+    path.write_text(written.recipe_of(RECIPE, overrides, found, planned, "", path))
     again = Recipe.load(path).regions
     assert (planned.carrier, table.report(planned, [found], [], 0.5).setting["link"]) == (link, link)
     if link == "tcp":
@@ -181,8 +181,8 @@ def test_a_written_recipe_is_the_plan(method: str, tmp_path: Path) -> None:
     found = choice.choose(planned, recipe.outer, 0.9)
     assert found is not None
     path = tmp_path / "out.yaml"
-    path.write_text(written.recipe_of(name, overrides, found, planned, "two\nlines"))
-    assert path.read_text().startswith("# Written by `hf-cocodc plan`:\n# two\n# lines\n\n")
+    path.write_text(written.recipe_of(name, overrides, found, planned, "two\nlines", path))
+    assert path.read_text().startswith("# Written by `hf-cocodc plan`:\n# two\n# lines\n\nextends: ")
     again = Recipe.load(path)
     assert choice.settings(again.outer) == found.shown
     assert (again.regions.count, again.regions.rate_limit, again.training["max_steps"]) == (3, 36.0, 400)
@@ -210,7 +210,7 @@ def test_a_starter_that_is_planned_keeps_its_inner_steps(tmp_path: Path) -> None
     planned = Subject(recipe, on_meta(Recipe.load(RECIPE)), LinkFigures(0.05, 4e6), 0.1, 2, SPEEDS)
     found = choice.choose(planned, recipe.outer, 0.95)
     assert found is not None and found.shown["overlap_steps"] > 1
-    out.write_text(written.recipe_of(path, [], found, planned, ""))
+    out.write_text(written.recipe_of(path, [], found, planned, "", out))
     outer = Recipe.load(out).outer
     assert lost_steps(outer) is None and from_config(outer).merge.keeps_local_steps
 
