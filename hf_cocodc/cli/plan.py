@@ -80,7 +80,10 @@ def register(subparsers: Any) -> None:
         help="share of the time to spend on inner steps (default: 0.95)",
     )
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the recipe with these settings to this file"
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write a recipe to this file that extends yours, with these settings",
     )
     parser.add_argument(
         "--all", action="store_true", help="show the table with all rows, not only the ten that matter"
