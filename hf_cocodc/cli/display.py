@@ -22,6 +22,17 @@ _QUIET = ("evaluating", "saving the model", "running the rest of the script")
 """What deserves a word only once it has taken long."""
 
 
+def fitting(line: str, indent: int = 0) -> str:
+    """A line that ends with whole words on a terminal, if the output is one; what follows is indented."""
+    if not sys.stdout.isatty():
+        return line
+    columns = max(shutil.get_terminal_size().columns, indent + 20)
+    rest = " " * indent
+    return textwrap.fill(
+        line, columns, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
 class Display:
     """Shows a line that changes on a terminal, and elsewhere one after each tenth of the run, and once a minute at least.
 
@@ -87,11 +98,8 @@ class Display:
             print(text, flush=True)
             return
         self._rewrite("")
-        columns = max(shutil.get_terminal_size().columns, 20)
         for line in text.splitlines():
-            whole = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-            print(line if line.startswith("    ") else whole)
-        sys.stdout.flush()
+            print(line if line.startswith("    ") else fitting(line), flush=True)
 
     def _draw(self) -> None:
         """Show the line that changes: what has no room is left out, from the end; a bar fills the rest."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .display import fitting
+
 
 def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     """Print the summary of the regions that write to `folders`, region 0's first, and draw their picture into `output`, the
@@ -28,7 +30,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
         )
         return None
     summary = summarize(run)
-    print("\n".join(summary.lines(finished[0], journals)))
+    print("\n".join(fitting(line, indent=22) for line in summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
         from ..tools.report.charts import plot_run
 

@@ -460,6 +460,8 @@ class OuterOptimizer:
             how = "finished" if self.finished else {"stop": "stopped", "leave": "left"}.get(verdict, "failed")
             self.training.lane.end(Bye(how=how, step=self.inner_step, place=self._place))
         self.link.close(reason)
+        if self.training.loop.started is None:  # Trainer saves its last checkpoint after this
+            self.training.progress.summarize()
 
     def save(self, checkpoint: str | Path, *, weights: bool = False) -> None:
         """Write the outer optimizer's state into a checkpoint's folder; `seal` it when everything else is there.

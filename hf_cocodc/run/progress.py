@@ -45,7 +45,7 @@ class Progress:
         self._landed: int | None = None
         self._members: list[int] = []
         self._losses = 0
-        self._began_at = self._stepped_at = self._blocked_before = 0.0
+        self._began_at = self._stepped_at = self._ended_at = self._blocked_before = 0.0
         self._first_step = 0
         self._has_warned = False
         self._ended = threading.Event()
@@ -85,12 +85,16 @@ class Progress:
         say(line, once="untrained")
 
     def close(self) -> None:
-        """Training has ended here, however it has. Without a command, one region says what a command would say of the run."""
-        training = self._training
+        """Training has ended here, however it has."""
         self._ended.set()
+        self._ended_at = time.time()
         if self._thread.ident is not None:
             self._thread.join()
             self._tell("running the rest of the script")
+
+    def summarize(self) -> None:
+        """After the end of a run that has finished, one region says what a command would say of it, if there is none."""
+        training = self._training
         speaks = training.accelerator.is_main_process and training.link.region == min(training.link.members)
         if (
             training.finished
@@ -102,7 +106,7 @@ class Progress:
 
     def _summary(self) -> list[str]:
         training, totals, folder = self._training, self._training.engine.totals, self._folder
-        trained_s, regions = max(time.time() - self._began_at, 1e-9), len(training.link.members)
+        trained_s, regions = max(self._ended_at - self._began_at, 1e-9), len(training.link.members)
         blocked_s, fragments = totals.blocked_s - self._blocked_before, len(training.engine.facts)
         rows = {
             "finished": f"{training.inner_step} inner steps"

@@ -379,6 +379,7 @@ class CoCoDCCallback(TrainerCallback):
             raise
         finally:
             self._link = self._saved = None
+        self._running.training.progress.summarize()
         say_farewell(self._running)
         return result
 
