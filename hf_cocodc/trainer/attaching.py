@@ -1,7 +1,10 @@
 """Finds the Trainer of a callback, and checks that it can train across regions."""
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -11,6 +14,7 @@ from ..errors import InputError, RunFinished
 from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
 from ..snapshot.checkpoint import Facts
 from ..snapshot.folders import PREFIX
+from .hub import create_repository
 
 
 def find_trainer() -> Trainer | None:
@@ -22,6 +26,45 @@ def find_trainer() -> Trainer | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+_WRAPPERS: set[Any] = set()
+"""Our wrappers of methods of the class Trainer; other packages may have wrapped them, too."""
+
+
+def wrap_class(kind: type[TrainerCallback]) -> None:
+    """Wrap two methods of the class Trainer, once; without a callback of type `kind` a Trainer does as before.
+
+    Its constructor creates a repository before it tells any callback, and nobody tells a callback that `add_callback` adds it.
+    """
+
+    def init_hf_repo(create: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        ours: list[Any] = [each for each in trainer.callback_handler.callbacks if isinstance(each, kind)]
+        if ours:
+            create_repository(trainer, ours[0].region, lambda: create(trainer, *args, **kwargs))
+        else:
+            create(trainer, *args, **kwargs)
+
+    def add_callback(add: Callable, trainer: Trainer, callback: Any) -> None:
+        add(trainer, callback)
+        if isinstance(callback, kind) or callback is kind:
+            ours: Any = trainer.callback_handler.callbacks[-1]
+            ours.attach(trainer)
+
+    for wrapper in (init_hf_repo, add_callback):
+        original = getattr(Trainer, wrapper.__name__)
+        if original not in _WRAPPERS:
+            method = _method(wrapper, original)
+            _WRAPPERS.add(method)
+            setattr(Trainer, wrapper.__name__, method)
+
+
+def _method(wrapper: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    return method
 
 
 def settle(trainer: Trainer, region: int) -> None:

@@ -27,12 +27,11 @@ NEVER, UNKNOWN = 0, -1
 
 
 class Beginning(NamedTuple):
-    """What a region begins with: inner steps that it would make, whether its learning rate schedule is made over them already,
-    and a number for the run, of which the lowest region's counts for all.
+    """What a region begins with: inner steps that it would make, and a number for the run, of which the lowest region's counts
+    for all.
     """
 
     max_steps: int
-    is_fixed: bool
     run: int
 
 
@@ -61,8 +60,7 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
     """The smallest `max_steps` of all regions, and the lowest region's number for the run. A collective call.
 
     Shards of different lengths make epochs of different lengths. `before` is what a member tells a newcomer, by region: the run
-    keeps its length and its number. Raises HandshakeError if a region cannot make fewer steps any more, or a newcomer not as
-    many.
+    keeps its length and its number. Raises HandshakeError if a newcomer cannot make as many steps.
     """
     for member, agreed in before.items():
         if own.max_steps < agreed.max_steps:
@@ -73,19 +71,12 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
         own = own._replace(run=agreed.run)
     by_region = {**before, **gather(link, own, "the number of inner steps")}
     max_steps = min(other.max_steps for other in by_region.values())
-    for region, other in by_region.items():
-        if other.is_fixed and other.max_steps > max_steps:
-            raise HandshakeError(
-                f"region {region} would make {other.max_steps} inner steps, another region {max_steps}. Its learning rate "
-                "schedule is longer, and made already: its Trainer was told of CoCoDCCallback too late. Give the callback to "
-                "Trainer's constructor, or call callback.attach(trainer) before trainer.train()."
-            )
     if max_steps < own.max_steps:
         logger.warning(
             "region %d would make %d inner steps, another region %d: all make %d.",
             *(link.region, own.max_steps, max_steps, max_steps),
         )
-    return Beginning(max_steps, own.is_fixed, by_region[min(by_region)].run)
+    return Beginning(max_steps, by_region[min(by_region)].run)
 
 
 def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _NOTHING) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
 
 from ..errors import InputError
 from ..link.base import Link
@@ -32,21 +31,15 @@ from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
-from .attaching import find_trainer, refuse, refuse_finished, settle
+from .attaching import find_trainer, refuse, refuse_finished, settle, wrap_class
 from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told
 from .best import Best
-from .hub import only_region_0_creates
 from .leaving import answer, first_signal, leave, say_farewell
 from .loop import TrainerLoop, go_along, restore_callbacks
 from .patches import Patches
 from .weights import refuse_unsaved
 
 logger = logging.getLogger(__name__)
-
-_TOO_LATE = (
-    "CoCoDCCallback was added to a Trainer that had begun to train without it, and the run is to be resumed. Call "
-    "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
-)
 
 COMPARED = (
     *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -110,7 +103,7 @@ class CoCoDCCallback(TrainerCallback):
             assert self.regions.region is not None
             assert self.regions.count is not None
             self.region, self.num_regions = self.regions.region, self.regions.count
-        only_region_0_creates(CoCoDCCallback)
+        wrap_class(CoCoDCCallback)
         if evaluate_on not in ("global", "local"):
             raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on
@@ -147,6 +140,10 @@ class CoCoDCCallback(TrainerCallback):
             raise InputError(
                 "this CoCoDCCallback already serves another Trainer. Make a new one for each Trainer."
             )
+        if trainer.is_in_train:
+            raise InputError(
+                "this Trainer trains already, without CoCoDCCallback. Call callback.attach(trainer) before trainer.train()."
+            )
         refuse(trainer, self, self.evaluate_on)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
@@ -167,23 +164,12 @@ class CoCoDCCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self._trainer or find_trainer()
-        if trainer is None:
+        trainer = self._trainer
+        if trainer is None or self._link is None or self._beginning is None:
             raise InputError(
-                "CoCoDCCallback was added to a Trainer that it cannot find. Call callback.attach(trainer) before "
-                "trainer.train()."
+                "CoCoDCCallback came to a Trainer that trained already, or that it could not find. Call "
+                "callback.attach(trainer) before trainer.train()."
             )
-        self.attach(trainer)
-        if self._link is None:
-            if state.global_step:
-                raise InputError(_TOO_LATE)
-            self._link = self._meet(trainer)
-            if checkpoint_to_resume(self._link, trainer.accelerator, Path(args.output_dir), None).checkpoint:
-                raise InputError(_TOO_LATE)
-            loader: Any = kwargs.get("train_dataloader")
-            num_batches = len(loader) if has_length(loader) else 0
-            state.max_steps = self.agree_on_length(state.max_steps, num_batches, is_fixed=True)
-        assert self._beginning is not None
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
@@ -315,14 +301,14 @@ class CoCoDCCallback(TrainerCallback):
             )
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
-    def agree_on_length(self, max_steps: int, num_batches: int, is_fixed: bool = False) -> int:
+    def agree_on_length(self, max_steps: int, num_batches: int) -> int:
         """The inner steps that all regions make, where this one would make `max_steps`, and this rank has `num_batches` in an
         epoch. A collective call. Raises InputError if ranks of the region differ, HandshakeError like `agree_on_start`.
         """
         assert self._link is not None and self._trainer is not None
         if self._trainer.accelerator.num_processes > 1:
             refuse_uneven(ranks_of_region(), max_steps, num_batches)
-        own = Beginning(max_steps, is_fixed, secrets.randbits(48))
+        own = Beginning(max_steps, secrets.randbits(48))
         self._beginning = agree_on_start(self._link, own, told(self._base, Beginning))
         return self._beginning.max_steps
 

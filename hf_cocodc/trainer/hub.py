@@ -1,16 +1,16 @@
 """The Hub: region 0 alone creates a repository and uploads to it, and nothing of the run but its model."""
 
 import contextlib
-import functools
 import inspect
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers import trainer as its_module
 
 from ..resolve import SOURCE, paper_of
@@ -122,38 +122,18 @@ def _apart(text: str) -> tuple[str, str]:
     return before, rest[later.start() :] if heading and later else ""
 
 
-_WRAPPERS: set[Any] = set()
-"""Our wrappers of `Trainer.init_hf_repo`; other packages may have wrapped it, too."""
-
-
-def only_region_0_creates(kind: type[TrainerCallback]) -> None:
-    """Let Trainers with a callback of type `kind` create a repository in region 0 alone, named after the run's folder.
-
-    Trainer's constructor creates it before it tells any callback, so this one method is wrapped in the class, not in the
-    object, once; for Trainers without our callback nothing changes.
-    """
-    create = Trainer.init_hf_repo
-    if create in _WRAPPERS:
+def create_repository(trainer: Trainer, region: int, create: Callable[[], None]) -> None:
+    """Let Trainer create its repository in region 0 alone, named after the run's folder."""
+    if region:
+        leave_to_region_0(region)
         return
-
-    @functools.wraps(create)
-    def init_hf_repo(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        ours = [each for each in self.callback_handler.callbacks if isinstance(each, kind)]
-        if not ours:
-            create(self, *args, **kwargs)
-        elif ours[0].region:
-            leave_to_region_0(ours[0].region)
-        else:
-            given, folder = self.args.hub_model_id, Path(self.args.output_dir or ".").absolute()
-            if given is None and folder.name == "region-0":
-                self.args.hub_model_id = folder.parent.name
-            try:
-                create(self, *args, **kwargs)
-            finally:
-                self.args.hub_model_id = given
-
-    _WRAPPERS.add(init_hf_repo)
-    Trainer.init_hf_repo = init_hf_repo
+    given, folder = trainer.args.hub_model_id, Path(trainer.args.output_dir or ".").absolute()
+    if given is None and folder.name == "region-0":
+        trainer.args.hub_model_id = folder.parent.name
+    try:
+        create()
+    finally:
+        trainer.args.hub_model_id = given
 
 
 def leave_to_region_0(region: int) -> None:
@@ -161,19 +141,27 @@ def leave_to_region_0(region: int) -> None:
     logger.info("region %d leaves the Hub to region 0: all regions have the same global model.", region)
 
 
+_turn = threading.RLock()
+
+
 @contextlib.contextmanager
 def only_the_model() -> Iterator[None]:
-    """Inside the block, Trainer's uploads leave out what is `OURS`: it uploads its whole folder, and takes no patterns."""
+    """Inside the block, Trainer's uploads leave out what is `OURS`: it uploads its whole folder, and takes no patterns. Uploads
+    of other threads stay as they are.
+    """
     # older versions of Transformers have no such object and call the function
     where: Any = its_module.hf_api() if hasattr(its_module, "hf_api") else its_module
-    upload = where.upload_folder
+    thread = threading.get_ident()
 
     def upload_folder(*args: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return upload(*args, ignore_patterns=ignore_patterns, **kwargs)
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else ignore_patterns or ()
         return upload(*args, ignore_patterns=[*given, *OURS], **kwargs)
 
-    where.upload_folder = upload_folder
-    try:
-        yield
-    finally:
-        where.upload_folder = upload
+    with _turn:  # else one would put back what another has put there
+        upload, where.upload_folder = where.upload_folder, upload_folder
+        try:
+            yield
+        finally:
+            where.upload_folder = upload

@@ -32,7 +32,7 @@ def test_a_trailer_arrives_as_it_left() -> None:
         StepChecksum(10**9, -1),
         Writer(-1),
         CanResume(1),
-        Beginning(10**6, True, 2**48 - 1),
+        Beginning(10**6, 2**48 - 1),
     ],
 )
 def test_records_of_integers_are_exact(record: tuple) -> None:
@@ -45,7 +45,7 @@ def test_records_of_integers_are_exact(record: tuple) -> None:
 def test_a_record_of_another_kind_is_refused() -> None:
     """Regions that are out of step would otherwise take a step for a checksum."""
     with pytest.raises(LinkError, match="region 2 did not send the expected StepChecksum"):
-        from_row(StepChecksum, to_row(Beginning(5, False, 7)), region=2)
+        from_row(StepChecksum, to_row(Beginning(5, 7)), region=2)
     with pytest.raises(LinkError, match="region 2 did not send the expected StepChecksum"):
         from_row(StepChecksum, to_row(best.HeldBest(5, True)), region=2)  # it has as many numbers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.link.base import Link
+from hf_cocodc.trainer.hub import only_the_model
 from tests.trainer.test_trainer import make
 
 CONFIG = OuterConfig(method="diloco", sync_interval=2)
@@ -106,6 +108,22 @@ def test_a_push_by_hand(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not [name for name in files if is_of_the_run(name)]
     said = [record.message for record in caplog.records if "the Hub" in record.message]
     assert said == ["region 1 leaves the Hub to region 0: all regions have the same global model."]
+
+
+def test_uploads_of_other_threads_stay_as_they_are(hub: Hub, tmp_path: Path) -> None:
+    """While a region pushes, another thread may upload a folder of its own, with all that is in it."""
+    trainer = make(tmp_path, [], max_steps=2)
+    trainer.save_model()
+    (tmp_path / "log.txt").write_text("mine")
+    upload = {"folder_path": str(tmp_path), "ignore_patterns": None, "run_as_future": False}
+    where = transformers.trainer.hf_api() if hasattr(transformers.trainer, "hf_api") else transformers.trainer
+    with only_the_model():
+        where.upload_folder(**upload)
+        thread = threading.Thread(target=lambda: where.upload_folder(**upload))
+        thread.start()
+        thread.join()
+    where.upload_folder(**upload)
+    assert ["log.txt" in files for _, files in hub.uploads] == [False, True, True]
 
 
 def test_a_trainer_without_our_callback_is_as_ever(hub: Hub, tmp_path: Path) -> None:

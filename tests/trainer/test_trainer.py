@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from transformers import (
 )
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
-from hf_cocodc.errors import HandshakeError, InputError
+from hf_cocodc.errors import HandshakeError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
+from hf_cocodc.trainer.patches import WRAPPED
 from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
@@ -58,6 +62,7 @@ def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
         trainer.add_callback(callback)
     if how == "attached by hand":
         callback.attach(trainer)
+    assert set(WRAPPED) - vars(trainer).keys() == {"get_batch_samples"}
     trainer.train()
     assert callback.outer is not None
     assert callback.outer.synchronizer.totals.landings == 2
@@ -66,6 +71,40 @@ def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
     kinds = [event["kind"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")]
     assert kinds[0] == "start"
     assert kinds.count("land") == 2
+
+
+def test_a_trainer_that_the_callback_cannot_serve_in_full_is_refused(tmp_path: Path) -> None:
+    """It came past `add_callback`, or during training: a signal would kill the region, and no lock would guard its folder."""
+    trainer = make(tmp_path, [])
+    trainer.callback_handler.add_callback(CoCoDCCallback(CONFIG))
+    with pytest.raises(InputError, match=r"Call callback\.attach\(trainer\) before trainer\.train\(\)"):
+        trainer.train()
+
+    class Late(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            other.add_callback(CoCoDCCallback(CONFIG))
+
+    other = make(tmp_path, [Late()])
+    with pytest.raises(InputError, match="trains already, without CoCoDCCallback"):
+        other.train()
+
+
+def test_a_run_whose_callback_was_added_later_is_stopped_and_resumed(tmp_path: Path) -> None:
+    """As with one that was given to the constructor: SIGTERM stops it with a checkpoint, from which the next one goes on."""
+
+    class Signals(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    for signals in (True, False):
+        trainer = make(tmp_path, [Signals()] if signals else [])
+        trainer.add_callback(CoCoDCCallback(CONFIG))
+        with pytest.raises(RunStopped, match="SIGTERM") if signals else contextlib.nullcontext():
+            trainer.train(resume_from_checkpoint=not signals)
+    kinds = [event["kind"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")]
+    assert kinds.count("start") == kinds.count("resume") == 1
+    assert trainer.state.global_step == 6
 
 
 def test_evaluation_sees_the_global_weights(tmp_path: Path) -> None:
