@@ -1,9 +1,8 @@
 """The record of a run: one JSON line per event, in the order of the events. Summary, pictures and report read only it.
 
 Every line has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). Norms have no
-unit; NaN and infinities become null. Older versions wrote fewer fields. `docs/reference/journal.md` explains the kinds
-and their fields; `epoch`, `retry`, `late`, `left` and `join` are only in runs that go on without a lost region
-(`regions.on_loss`).
+unit; NaN and infinities become null. `events.py` has the fields of each kind, `docs/reference/journal.md` explains them; `epoch`,
+`retry`, `late`, `left`, `join` and `away` are only in runs that go on without a lost region (`regions.on_loss`).
 
 The file is only appended to, by whatever run writes in the folder. Each `start` and `resume` names its record with a number,
 which checkpoints have, too: a reader takes the lines of the newest record, without those behind the checkpoint of a `resume`
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError, short
+from .events import refuse_unknown
 
 Event = dict[str, Any]
 BEGINNINGS = ("start", "resume")
@@ -138,6 +138,7 @@ class Journal:
 
     def _append(self, kind: str, facts: Mapping[str, Any], at: float | None = None) -> None:
         self.on_event(kind, facts)
+        refuse_unknown(kind, facts)
         if self.path is None or self._failure is not None:
             return
         line = {"kind": kind, "time_s": 0.0, **facts}

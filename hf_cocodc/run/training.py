@@ -124,7 +124,7 @@ class Training:
                 self.engine.take_over()
             self.endings.continue_from(self.inner_step, is_base)
         self.inner.note_weights(self.inner_step)
-        self._note_start(saved)
+        self._note_start(saved, joins=is_base)
 
     def step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
         """Count an inner step, and hold its events; returns the words of the regions that have landed."""
@@ -265,9 +265,9 @@ class Training:
         return self.inner.is_bounded
 
     @property
-    def _name(self) -> str | None:
-        """The name of an elastic run in its journals; known to leaders."""
-        return None if self.session is None or not self.link.is_elastic else self.session.link.run
+    def _run(self) -> str:
+        """The number of the run in its journals, on which the regions agree whenever they meet."""
+        return f"{self.started['run']:012x}"
 
     def _record_of(self, saved: Saved | None, path: Path | None) -> str:
         """The name of the record that goes on in a journal from `saved`; empty if a new one begins. A region that comes back to
@@ -277,11 +277,11 @@ class Training:
             return ""
         if not saved.facts.taken_over:
             return saved.facts.journal
-        return "" if path is None or self._name is None else name_of(path, self._name)
+        return name_of(path, self._run) if path is not None and self.link.is_elastic else ""
 
-    def _note_start(self, saved: Saved | None) -> None:
+    def _note_start(self, saved: Saved | None, joins: bool) -> None:
         """Write into the journal what begins, or goes on from `saved`; log its memory, and that fragments are uneven."""
-        link, engine, run = self.link, self.engine, self._name
+        link, engine = self.link, self.engine
         clock = {"at": round(time.time(), 3)} if link.timing == "measured" else {}
         self.journal.write(
             "start" if saved is None else "resume",
@@ -294,7 +294,8 @@ class Training:
             timing=link.timing,
             bytes_sent=engine.totals.bytes_sent,
             outer=self.settings,
-            **({} if run is None else {"run": run}),
+            run=self._run,
+            **({"joins": True} if joins else {}),
             **({} if saved is None or saved.folder is None else {"checkpoint": str(saved.folder)}),
             **({} if saved is None or not saved.facts.taken_over else {"from_region": saved.facts.region}),
             **clock,

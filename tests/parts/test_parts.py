@@ -116,6 +116,7 @@ def a_run(path: Path, region: int) -> Path:
         num_fragments=1,
         max_steps=4,
         outer=outer_settings,
+        run="a",
     )
     journal.write("evaluate", step=0, eval_loss=5.0, eval_perplexity=148.4)
     for step in (2, 4):

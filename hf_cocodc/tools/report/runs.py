@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,15 +12,12 @@ from typing import Any
 
 from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
-from .journals import MOST, NAME, Event, Events, RegionJournal, figure, find, read_journal
+from .journals import NAME, Event, Events, RegionJournal, figure, find, read_journal
 from .members import MemberChange, attended, changes, num_regions, spans
 from .waits import Story, arrival_of, blame, sections, story_of
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
 """By region, the inner steps from which and to which it did something."""
-
-_EQUAL = 1e-4
-"""Relative tolerance between the norms that two regions find for the same mean."""
 
 
 def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
@@ -37,7 +35,7 @@ def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
             and str(region) not in event.get("coasted", {})
             for event in landings
         )
-        until = last if trains_again else MOST
+        until = last if trains_again else sys.maxsize
         rows = active.get(region, ())
         parts = [part for a, b in rows for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
         active[region] = [(a, b) for a, b in parts if a < b]
@@ -196,7 +194,7 @@ def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> Ru
         if path.resolve() not in known:
             with contextlib.suppress(InputError):  # what cannot be read may be of another run
                 other = read_journal(path)
-                if other is not None and _names([other]) & _names(journals):
+                if other is not None and names_of([other]) & names_of(journals):
                     journals.append(other)
     return run_of(name, journals)
 
@@ -224,8 +222,7 @@ def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:
     outside: Events = []
     for section in sections(journal.events):
         # a process that joins takes part from its first `epoch` on; one that fails before may have tried for long
-        joins = "from_region" in section[0] and "run" in section[0]
-        came_in = not joins or any(event["kind"] == "epoch" for event in section)
+        came_in = not section[0].get("joins") or any(event["kind"] == "epoch" for event in section)
         (inside if came_in else outside).extend(map(dict, section))
     return replace(journal, events=inside), replace(journal, events=outside, damaged=[], num_damaged=0)
 
@@ -241,64 +238,31 @@ def _name(folder: Path) -> str:
 
 def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
     """Raises InputError if the journals are not of the regions of one run."""
-    first = journals[0]
     for place, other in enumerate(journals):
         twin = next((each for each in journals[:place] if each.region == other.region), None)
-        why = f"both are of region {other.region}" if twin is not None else _difference(first, other)
-        if why is not None:
-            raise InputError(
-                f"{short(folder)} has journals of two different runs: {short((twin or first).path)} and {short(other.path)}: "
-                f"{why}. Move the older one away, or name the folders of the regions one by one."
-            )
-
-
-def _difference(one: RegionJournal, other: RegionJournal) -> str | None:
-    """Why two journals cannot be of the same run; None if they can."""
-    names = _names([one]), _names([other])
-    if names[0] & names[1]:
-        return None
-    if all(names):
-        names_in_words = [short(", ".join(sorted(each))) for each in names]
-        return f"the runs are {names_in_words[0]} and {names_in_words[1]}"
-    settings = one.start["outer"], other.start["outer"]
-    for name in settings[0].keys() & settings[1].keys():
-        if settings[0][name] != settings[1][name]:
-            return f"outer.{short(name)} is {short(settings[0][name])} in one and {short(settings[1][name])} in the other"
-    means = _means(one), _means(other)
-    common = sorted(means[0].keys() & means[1].keys(), key=lambda key: key[::-1])
-    apart = [key for key in common if not math.isclose(means[0][key], means[1][key], rel_tol=_EQUAL)]
-    if not common or len(apart) < len(common):
-        return None
-    fragment, step = apart[0]
-    norms = f"{means[0][apart[0]]:.4g} and {means[1][apart[0]]:.4g}"
-    which = f"fragment {fragment} sent at step {step}"
-    return f"the mean of {which} has the norms {norms}, but all regions of a run find the same one"
+        if twin is not None:
+            first, why = twin, f"both are of region {other.region}"
+        elif (own := names_of([other])) and (known := names_of(journals[:place])) and not own & known:
+            first = journals[0]
+            why = f"the runs are {short(', '.join(sorted(known)))} and {short(', '.join(sorted(own)))}"
+        else:
+            continue
+        raise InputError(
+            f"{short(folder)} has journals of two different runs: {short(first.path)} and {short(other.path)}: {why}. Move the "
+            "older one away, or name the folders of the regions one by one."
+        )
 
 
 def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJournal]) -> bool:
-    """Whether these are other regions of the same run: it has the same name, or they landed the same means."""
-    if {journal.region for journal in some} & {journal.region for journal in others}:
-        return False
-    if _names(some) & _names(others):
-        return True
-    one, other = some[0], others[0]
-    return _difference(one, other) is None and bool(_means(one).keys() & _means(other).keys())
+    """Whether these are other regions of the same run."""
+    regions, more = ({journal.region for journal in each} for each in (some, others))
+    return not regions & more and bool(names_of(some) & names_of(others))
 
 
-def _names(journals: Sequence[RegionJournal]) -> set[str]:
-    """The names of their run. Regions agree on a new one each time they meet, so a resumed run has several."""
+def names_of(journals: Sequence[RegionJournal]) -> set[str]:
+    """The numbers of their run. Regions agree on a new one each time they meet, so a resumed run has several."""
     events = (event for journal in journals for event in journal.events if event["kind"] in BEGINNINGS)
-    return {event["run"] for event in events if "run" in event}
-
-
-def _means(journal: RegionJournal) -> dict[tuple[int, int], float]:
-    """The norm of the mean of each transfer that landed."""
-    norms = {}
-    for event in journal.events:
-        norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
-        if norm is not None:
-            norms[event["fragment"], event["sent_at"]] = norm
-    return norms
+    return {event["run"] for event in events} - {""}
 
 
 _Arrivals = Mapping[tuple[int, int], float]

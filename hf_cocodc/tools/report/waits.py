@@ -93,11 +93,9 @@ def sections(events: Sequence[Event]) -> list[Sequence[Event]]:
 
 
 def arrival_of(event: Event) -> float | None:
-    """When the mean of a landing was here, by the journal's clock; None if an older journal cannot say."""
-    rested, took, blocked = figure(event, "rested_s"), figure(event, "took_s"), figure(event, "blocked_s")
-    if rested is not None:
-        return event["time_s"] - rested
-    return event["time_s"] - (took or 0.0) + (blocked or 0.0) if blocked else None
+    """When the mean of a landing was here, by the journal's clock; None if the link cannot say."""
+    rested = figure(event, "rested_s")
+    return None if rested is None else event["time_s"] - rested
 
 
 def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = False) -> Story:
@@ -121,7 +119,7 @@ def _clock(section: Sequence[Event], offset: float, in_steps: bool) -> Callable[
 def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], in_steps: bool) -> None:
     begin, end = at(section[0]), max(map(at, section))
     # a region that comes to others that train follows them first
-    is_in = not any(_is_own_join(story, event) for event in section) or "from_region" not in section[0]
+    is_in = not section[0].get("joins")
     sends: dict[tuple[int, int], Event] = {}
     for event in section:
         kind = event["kind"]
@@ -142,8 +140,7 @@ def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], 
             flight = _flight(event, sends.pop((event["fragment"], event["sent_at"]), None), at, in_steps)
             story.flights.append(flight)
         elif kind in ("evaluate", "save") and not in_steps:
-            took = figure(event, "took_s")
-            took = took if took is not None else figure(event, "eval_runtime") or 0.0
+            took = figure(event, "took_s") or 0.0
             doing = Activity.EVALUATING if kind == "evaluate" else Activity.SAVING
             blocked = min(figure(event, "blocked_s") or 0.0, took)
             since = at(event) - took
@@ -176,9 +173,7 @@ def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_s
     took = max(figure(event, "took_s") or 0.0, blocked)
     flight.waited = (landed - took, landed - took + blocked)
     arrived, on_link = arrival_of(event), figure(event, "transfer_s") or 0.0
-    if (
-        arrived is None
-    ):  # an older journal: at the latest when it landed, at the earliest when it can have been here
+    if arrived is None:  # at the earliest when it can have been here
         arrived = min(event["time_s"], event["time_s"] - (landed - sent) + on_link)
     flight.arrived = min(landed + arrived - event["time_s"], landed)
     if send is not None:

@@ -40,6 +40,7 @@ def a_run(
     }
     for region in range(regions):
         begin = {"region": region, "num_regions": regions, "num_params": 1000, "num_fragments": fragments}
+        begin["run"] = f"run-{seed}"
         training = {"batch": 4, "data.block_size": 128, "training.learning_rate": 0.003}
         more = {
             "max_steps": steps,
@@ -204,7 +205,7 @@ def _begin(
     events: list[dict[str, Any]], region: int, step: int, time_s: float, at: float, from_region: int | None
 ) -> None:
     kind = "start" if from_region is None else "resume"
-    more: dict[str, Any] = {} if from_region is None else {"from_region": from_region}
+    more: dict[str, Any] = {} if from_region is None else {"from_region": from_region, "joins": True}
     _add(events, kind, time_s, step, region=region, num_regions=3, num_params=1000, num_fragments=1, bytes_sent=0,
          timing="measured", outer={"method": "diloco"}, training={"batch": 4, "data.block_size": 128}, run="elastic",
          at=1.79e9 + at, **more)  # fmt: skip

@@ -20,7 +20,14 @@ STEPS = 800
 def a_journal(folder: Path, region: int, dies: bool) -> Path:
     """Four regions for 800 steps. Region 1 is away from 310 to 480; region 3, if it `dies`, from 600 on."""
     journal = Journal(folder / f"{region}.jsonl")
-    start = {"region": region, "num_regions": 4, "num_params": 1000, "num_fragments": 2, "max_steps": STEPS}
+    start = {
+        "region": region,
+        "num_regions": 4,
+        "num_params": 1000,
+        "num_fragments": 2,
+        "max_steps": STEPS,
+        "run": "a",
+    }
     outer = {"method": "streaming", "sync_interval": 20, "digest_interval": 10}
     journal.write("start", step=0, **start, outer=outer)
     journal.write("epoch", step=0, epoch=0, members=[0, 1, 2, 3], why="")

@@ -25,6 +25,7 @@ def journal(
         "num_params": 10,
         "num_fragments": 1,
         "outer": {"method": "diloco"},
+        "run": "a",
     }
     events = [
         {"kind": "start", "time_s": 0, "step": 0, **start, "training": training, "timing": timing},
