@@ -22,9 +22,11 @@ script whose run has ended, and that does not catch RunStopped, RunLeft or RunFi
 """
 
 import difflib
+import os
 import reprlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -183,6 +185,17 @@ def short(text: object, limit: int = 80) -> str:
     line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(str(text).split()))
     kept = (limit - 3) // 2
     return line if len(line) <= limit else f"{line[:kept]}...{line[-kept:]}"
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path from the user, with the home folder in the place of ~. Raises InputError if nothing says where that is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{shown(str(path))}: nothing says where the home folder is: HOME is not set, and this machine has no entry for user "
+            f"{os.getuid()}. Set HOME to a folder that you may write to."
+        ) from None
 
 
 def reason(error: BaseException) -> str:

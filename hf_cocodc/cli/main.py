@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from .. import __version__
-from ..errors import CocodcError, short, shown
+from ..errors import CocodcError, InputError, short, shown
 from ..settings import quiet_torch
 from . import (
     bench,
@@ -135,6 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CocodcError as error:
         _complain(str(error))
         return error.exit_code
+    except UnicodeEncodeError as error:
+        _complain(
+            f"{ascii(error.object[error.start : error.end])} cannot be written in the encoding of this environment "
+            f"({error.encoding}). Set PYTHONUTF8=1, or LC_ALL=C.UTF-8."
+        )
+        return InputError.exit_code
     except OSError as error:
         _complain(_reason(error))
         for stream in (sys.stdout, sys.stderr):
@@ -159,6 +165,8 @@ def _complain(message: str) -> None:
 
 def _reason(error: OSError) -> str:
     words = error.strerror or str(error)
+    if words.startswith("No usable temporary directory"):
+        return f"no folder for temporary files can be written ({words.partition(' in ')[2]}). Set TMPDIR to one that can be."
     if error.filename is not None:
         return f"{shown(error.filename)} cannot be used: {words}."
     if error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO):

@@ -2,10 +2,9 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError, expanded, shown
 from ..settings import ENV_SECRET
 
 
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     if options.file is None:
         print(new_secret())
         return 0
-    path = Path(options.file).expanduser()
+    path = expanded(options.file)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -4,9 +4,8 @@ import logging
 import os
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 
-from ..errors import InputError, shown
+from ..errors import InputError, expanded, shown
 from ..net.keys import SECRET_BYTES, Keys
 from ..settings import ENV_SECRET, RegionConfig
 
@@ -42,11 +41,12 @@ def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Ke
 
 
 def _read(name: str) -> str:
+    path = expanded(name)
     try:
-        with Path(name).expanduser().open("rb") as file:
+        with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4 * _MOST + 1).decode()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         rule = getattr(error, "strerror", None) or "it is no file of text"
         raise InputError(
             f"regions.secret_file={shown(name)} cannot be read: {rule}. {_WAY_OUT} file."

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
-from ..errors import InputError, LinkError, short
+from ..errors import InputError, LinkError, expanded, short
 from ..net.channel import line_of, object_of
 from ..net.members import Member
 from ..settings.regions import HOW_LONG, MOST_REGIONS
@@ -48,7 +48,7 @@ _HEAD = {"hf_cocodc state": 2, "protocol": PROTOCOL}
 
 def default_path(port: int) -> Path:
     """The file of a coordinator that listens on a port of this machine, for a user who names none. Makes its folder."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "hf_cocodc")
+    folder = Path(os.environ.get("XDG_STATE_HOME") or expanded("~/.local/state"), "hf_cocodc")
     with contextlib.suppress(OSError):  # then the file cannot be opened either
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"coordinator-{port}.state"

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ..errors import expanded
 from ..link.within import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
@@ -115,7 +116,7 @@ def hook_into_saving(
         read.clear()
 
         def load() -> None:
-            home = None if given is None else Path(given).expanduser()
+            home = None if given is None else expanded(given)
             if home is not None:
                 main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
                 refuse_damaged(link, accelerator, home)
@@ -148,7 +149,7 @@ def _folders(
     """The folder into which `save_state` saves, called with these arguments, None if Accelerate makes a new one; and the folder
     of the region, None if they name none.
     """
-    named = None if output_dir is None else Path(output_dir).expanduser()
+    named = None if output_dir is None else expanded(output_dir)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         project = accelerator.project_dir
         return None, None if project is None else Path(project)

@@ -5,15 +5,17 @@ The libraries raise every kind of exception for an unusable value; each becomes 
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..errors import CocodcError, InputError, nearest, reason, short, shown
+from ..errors import CocodcError, InputError, expanded, nearest, reason, short, shown
 from ..settings.recipe import Recipe
 
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MUON = "muon"
 """What `training.optim` says for the optimizer that Trainer does not have."""
 
@@ -21,7 +23,24 @@ MUON = "muon"
 def output_dir(recipe: Recipe) -> Path:
     """The folder of the whole run. Each region writes to `region-{r}` in it."""
     name = str(getattr(recipe.outer.method, "name", recipe.outer.method))
-    return Path(recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}")
+    return expanded(recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}")
+
+
+def cache_trouble(error: BaseException) -> str:
+    """That a cache of the libraries cannot be written, if `error` comes from that; else empty."""
+    import datasets
+    from huggingface_hub import constants
+
+    causes: BaseException | None = error
+    while causes is not None and not (isinstance(causes, OSError) and causes.errno in _NOT_WRITABLE):
+        causes = causes.__cause__ or causes.__context__
+    for cache in (Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE)):
+        there = next((each for each in (cache, *cache.parents) if each.exists()), cache)
+        if causes is not None and (
+            cache.parts[0] == "~" or not (there.is_dir() and os.access(there, os.W_OK))
+        ):
+            return f"the cache of Hugging Face's libraries, {cache}, cannot be written. Set HF_HOME to a folder that can be"
+    return ""
 
 
 @contextlib.contextmanager
@@ -35,7 +54,7 @@ def blaming(section: str) -> Iterator[None]:
     except (CocodcError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        raise InputError(f"{section}: {reason(error)}.") from error
+        raise InputError(f"{section}: {cache_trouble(error) or reason(error)}.") from error
 
 
 def arguments(recipe: Recipe, kind: type) -> Any:

@@ -84,6 +84,8 @@ def load_text(
     """
     import datasets
 
+    from .building import cache_trouble
+
     if builtin:
         dataset: Any = python_stdlib(split)
         dataset = dataset.to_iterable_dataset() if streaming else dataset
@@ -92,6 +94,8 @@ def load_text(
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             what = f"data.path={shown(path)}, data.name={shown(name)}, data.split={shown(split)}"
+            if trouble := cache_trouble(error):
+                raise InputError(f"{what}: {trouble}.") from error
             # datasets wraps the real error in a vaguer one
             reason = str(error.__cause__ or error).rstrip(". ")
             raise InputError(
