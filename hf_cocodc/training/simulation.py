@@ -1,6 +1,7 @@
 """Train many regions in one process, without a cluster."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from ..errors import InputError
 from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from ..settings.recipe import Recipe
 from .building import output_dir
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -65,6 +68,10 @@ def _simulate_recipe(recipe: Recipe, regions: int | None, virtual: VirtualLink |
 
     count = regions or recipe.regions.count or 1
     training = {**recipe.training, "output_dir": str(simulated_dir(recipe))}
+    if training.pop("enable_jit_checkpoint", False):
+        logger.warning(
+            "training.enable_jit_checkpoint is off in a simulation: it waits for a signal, and those go to the whole process."
+        )
     recipe = dataclasses.replace(
         recipe, training=training, regions=dataclasses.replace(recipe.regions, count=count)
     )

@@ -156,14 +156,15 @@ def test_of_many_regions_one_speaks() -> None:
     ]
 
 
-def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Resumed, it changes no file of the model, and says where the weights with which it has finished lie."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
     own = [f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
     sets = [*TINY, *own, "training.save_strategy=steps", "training.save_steps=2"]
-    simulate(RECIPE, overrides=sets)
+    simulate(RECIPE, overrides=[*sets, "training.enable_jit_checkpoint=true"])
+    assert "enable_jit_checkpoint is off in a simulation" in caplog.text
     folder = tmp_path / "run" / "simulated" / "region-0"
     names = [path.name for path in folder.iterdir() if path.is_file()]
     assert {"model.safetensors", "config.json", "README.md"} <= set(names)
