@@ -28,8 +28,13 @@ def run(options: argparse.Namespace) -> int:
     from ..coordinator.messages import AskLeave, Refuse
 
     address, region = options.coordinator, options.region
+    if region < 0:
+        raise InputError(f"--region {region} does not exist: regions are numbered from 0.")
     keys = keys_of(address, options.secret_file)
-    state = _that_trains(address, running(address, keys, options.run_name), region)
+    state, *others = running(address, keys, options.run_name)
+    if others:
+        names = ", ".join(each["name"] for each in (state, *others))
+        raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
     name = state["name"]
     with contextlib.closing(CoordinatorConnection(address, name, "command", keys)) as connection:
         connection.send(AskLeave(region=region))
@@ -45,20 +50,3 @@ def run(options: argparse.Namespace) -> int:
     below = f" Fewer than regions.min={least} are left: they wait for others." if left < least else ""
     print(f"region {region} sends what it has trained, and leaves run {name!r}.{below}")
     return 0
-
-
-def _that_trains(address: str, runs: list[dict[str, Any]], region: int) -> dict[str, Any]:
-    """The run that trains, which the region can leave. Raises InputError if there is none, or several."""
-    if len(runs) > 1:
-        names = ", ".join(each["name"] for each in runs)
-        raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
-    [state] = runs
-    name, regions = state["name"], [member["region"] for member in state["members"]]
-    if region not in regions:
-        shown = ", ".join(map(str, regions)) or "none yet"
-        raise InputError(f"region {region} takes no part in run {name!r}. Its members are: {shown}.")
-    if not state["elastic"]:
-        raise InputError(
-            f"run {name!r} ends when a region is lost: none can leave it. Interrupt it (Ctrl-C), and all stop with a checkpoint."
-        )
-    return state

@@ -58,45 +58,36 @@ def keys_of(address: str, secret_file: str | None) -> "Keys | None":
     return secret_of(RegionConfig(coordinator=address, secret_file=secret_file))
 
 
-def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dict[str, Any]]:
-    """The runs at a coordinator, or the one of this name: see `coordinator/runs.py`. Raises MeetingError if no coordinator
-    answers there, or one with another secret.
+def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[str, Any]]:
+    """The runs that train, or wait for their regions; the one of this name, if there is a name: see `coordinator/runs.py`.
+
+    Raises:
+        InputError: there is none.
+        MeetingError: no coordinator answers, or one with another secret.
     """
     from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
 
     try:
-        return status(address, keys, name, PATIENCE_S)
+        known = status(address, keys, name, PATIENCE_S)
     except NobodyAnswers as error:
         raise MeetingError(
             f"no coordinator answers at {address}. If `hf-cocodc train` has printed this address, its run has ended, and its "
             "coordinator with it. Otherwise correct --coordinator, or look at the machine of the coordinator. "
             f"({error.__cause__})"
         ) from error
-
-
-def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[str, Any]]:
-    """The runs that train, or wait for their regions; the one of this name, if there is a name. Raises InputError if there is
-    none, and MeetingError like `look`.
-    """
-    known = look(address, keys, name)
     active = [each for each in known if each["phase"] in ("gathering", "trains")]
     if active:
         return active
     which = "no run" if name is None else f"no run named {name!r}"
     words = f"{which} trains at {address}."
-    over = [ending(each) for each in known if each["phase"] == "ended"]
+    over = [f"{each['name']} ({_how(each['ended'])})" for each in known if each["phase"] == "ended"]
     died = [each["name"] for each in known if each["phase"] == "silent"]
     if over:
         words += f" Ended: {', '.join(over)}."
     if died:
         words += f" Without a heartbeat from any region: {', '.join(died)}."
     raise InputError(words)
-
-
-def ending(state: dict[str, Any]) -> str:
-    """How and where a run has ended, in words."""
-    return f"{state['name']} ({_how(state['ended'])})"
 
 
 def _how(ended: dict[str, Any]) -> str:

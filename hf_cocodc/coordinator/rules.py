@@ -478,8 +478,8 @@ class _Work:
                     ),
                     None,
                 )
-                if not state.trains or seat is None:
-                    self.send(who, Refuse(error="InputError", why=self.not_there(region)))
+                if not state.trains or not state.terms.is_open or seat is None:
+                    self.send(who, Refuse(error="InputError", why=self.cannot_leave(region)))
                     return
                 self.change(leave_asks={**state.leave_asks, who: region})
                 at = state.seat_of(seat)
@@ -503,10 +503,15 @@ class _Work:
                     self.change(claims={**state.claims, who: free[0]})
                     self.send(who, Claimed(region=free[0]))
 
-    def not_there(self, region: int) -> str:
+    def cannot_leave(self, region: int) -> str:
         state = self.state
         if not state.trains:
             return f"no run named {state.name!r} trains here."
+        if not state.terms.is_open:
+            return (
+                f"run {state.name!r} ends when a region is lost: none can leave it. Interrupt it (Ctrl-C), and all stop with a "
+                "checkpoint."
+            )
         members = ", ".join(str(each.region) for each in state.members)
         if region in {each.region for each in state.members}:
             return (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_cocodc.cli.main import main
-from hf_cocodc.cli.status import look
+from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.run.lock import hold, region_lock
@@ -118,7 +118,7 @@ def test_it_changes_nothing_at_the_coordinator(
     address = served.address
     assert train("--dry-run", "--region", "1", "--coordinator", address) == 0
     assert f"coordinator  {address}\n" in capsys.readouterr().out
-    assert look(address, None) == []
+    assert runs_at(address, None, None, 5.0) == []
     joins = ["--join", "--coordinator", address, "--run", "mine"]
     joins += ["--set", "regions.min=1", "--set", "regions.max=5"]
     assert train("--dry-run", *joins) == 2

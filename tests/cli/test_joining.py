@@ -15,7 +15,7 @@ import pytest
 from hf_cocodc.cli import joining, train
 from hf_cocodc.cli.joining import has_missed_the_end, loss_in_words, way_back
 from hf_cocodc.cli.main import main, parse
-from hf_cocodc.cli.status import look
+from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
@@ -270,7 +270,7 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
 ) -> None:
     """With the command that started it: if the run trains, the region joins it, and its log goes on; with --resume too."""
     regions = begun(address, tmp_path.name) if trains else []
-    wait_until(lambda: not trains or bool(look(address, None)))
+    wait_until(lambda: not trains or bool(runs_at(address, None, None, 5.0)))
     given: list[Any] = []
 
     def start(

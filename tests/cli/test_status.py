@@ -13,6 +13,7 @@ import pytest
 from hf_cocodc.cli import leave, status
 from hf_cocodc.cli.main import main
 from hf_cocodc.cli.status import lines
+from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.messages import Bye, Heard, LeaveNow
 from hf_cocodc.coordinator.server import serve_in_thread
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
@@ -113,7 +114,7 @@ def test_status_of_the_runs_at_a_coordinator(
     """Of all of them, or of one; as JSON, too."""
     regions = [*begun(address, "mine"), *begun(address, "other")]
     regions[1].step = 32
-    wait_until(lambda: status.look(address, None, "mine")[0]["members"][1]["step"] == 32)
+    wait_until(lambda: runs_at(address, None, "mine", 5.0)[0]["members"][1]["step"] == 32)
     assert main(["status", "--coordinator", address]) == 0
     said = capsys.readouterr().out
     assert "run         mine\n" in said
@@ -140,7 +141,7 @@ def test_status_says_that_there_is_nothing_to_see(
     assert main(["status", "--coordinator", address]) == 2
     assert f"no run trains at {address}." in capsys.readouterr().err
     part(*begun(address, "mine"))
-    wait_until(lambda: status.look(address, None)[0]["phase"] == "silent")
+    wait_until(lambda: runs_at(address, None, None, 5.0)[0]["phase"] == "silent")
     assert main(["status", "--coordinator", address]) == 2
     assert "Without a heartbeat from any region: mine." in capsys.readouterr().err
     assert main(["status", "--coordinator", address, "--run", "other"]) == 2
@@ -148,7 +149,7 @@ def test_status_says_that_there_is_nothing_to_see(
     first, *others = begun(address, "over")
     first.client.close(Bye(how="finished", step=800, place="/out/region-0"))
     part(*others)
-    wait_until(lambda: status.look(address, None, "over")[0]["phase"] == "ended")
+    wait_until(lambda: runs_at(address, None, "over", 5.0)[0]["phase"] == "ended")
     for which in ([], ["--run", "over"]):
         assert main(["leave", "--region", "1", "--coordinator", address, *which]) == 2
         said = capsys.readouterr().err
@@ -175,6 +176,8 @@ def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.Capture
     assert capsys.readouterr().out == "region 1 sends what it has trained, and leaves run 'mine'.\n"
     assert main(["leave", "--coordinator", address, "--region", "3"]) == 2
     assert "region 3 takes no part in run 'mine'. Its members are: 0, 1, 2." in capsys.readouterr().err
+    assert main(["leave", "--coordinator", address, "--region", "-1"]) == 2
+    assert "--region -1 does not exist: regions are numbered from 0." in capsys.readouterr().err
     assert main(["leave", "--coordinator", address, "--region", "2"]) == 1
     assert "region 2 of run 'mine' has not answered for 2 s" in capsys.readouterr().err
     part(*regions)
