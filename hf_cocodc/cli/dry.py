@@ -36,12 +36,15 @@ def show(
     recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: bool, num_params: int | None
 ) -> None:
     """Check the folders as a run would, print what it would do, and write nothing. Raises InputError if a folder cannot be
-    written, or another run has it. `num_params`: that are trained, if they are known.
+    written, another run has it, or there is no such interface. `num_params`: that are trained, if they are known.
     """
+    from ..net.addresses import own_address
     from ..run.lock import refuse_held, region_lock
     from ..tools.doctor.facts import disk
     from ..training.launch import log_name
 
+    if recipe.regions.interface is not None:
+        own_address("", recipe.regions.interface)
     for each in planned:
         place = disk(each.folder)
         if not place.is_writable:

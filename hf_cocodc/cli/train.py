@@ -134,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
     if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
         print(phase_in_words(2), flush=True)
         link = recipe.regions.link if has_company else "tcp"
-        num_params = call(partial(preflight, recipe, 1 if join else len(regions), link))
+        here = 1 if join else len(regions)
+        num_params = call(partial(preflight, recipe, here, link, tries=options.dry_run))
     if not part.is_told:
         warn_alone()
     join = join or comes_back

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..errors import HandshakeError
+from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
 
 DIGEST, FROZEN = "frozen parameters and buffers (digest)", "frozen parameters and buffers"
@@ -44,6 +44,15 @@ class Difference(NamedTuple):
 def may_differ(fact: str, allowed: Collection[str]) -> bool:
     """Whether `allowed` has the name of a fact: in full, or without its section."""
     return fact in allowed or fact.rpartition(".")[2] in allowed
+
+
+def check_allowed(allowed: Sequence[str], facts: Collection[str]) -> None:
+    """Raise InputError for a name in regions.may_differ that is none of the facts that regions compare."""
+    for name in allowed:
+        if not any(may_differ(fact, [name]) for fact in facts):
+            raise InputError(
+                f"regions.may_differ={name!r} is not a setting in which regions may differ.{nearest(name, list(facts))}"
+            )
 
 
 def compare(hellos: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL = "model.config"
 _BASE = "frozen base (digest)"
-_SCALES = "quantization.scales"
+SCALES = "quantization.scales"
 _NOT_THE_FUNCTION = {
     *(
         "architectures",
@@ -105,9 +105,7 @@ def scales_of(model: nn.Module) -> dict[str, str]:
     scales that are quantized themselves (double quantization) differently.
     """
     digest = scales_digest(model)
-    return (
-        {} if digest is None else {_SCALES: f"{digest} (a digest; different GPUs may differ in a last bit)"}
-    )
+    return {} if digest is None else {SCALES: f"{digest} (a digest; different GPUs may differ in a last bit)"}
 
 
 def refuse_another_run(

@@ -24,10 +24,10 @@ from torch import nn
 
 from .. import __version__
 from ..coordinator.client import Client
-from ..coordinator.hello import DIGEST, FROZEN, compare, in_recipe, may_differ, packed, side_by_side
+from ..coordinator.hello import DIGEST, FROZEN, check_allowed, compare, in_recipe, packed, side_by_side
 from ..coordinator.messages import PROTOCOL, Stop, Welcome, host_of
 from ..coordinator.secret import secret_of
-from ..errors import InputError, RunFinished, nearest, spare_traceback
+from ..errors import InputError, RunFinished, spare_traceback
 from ..link.backends import refuse_backend
 from ..link.base import Link
 from ..link.group import RegionGroup
@@ -120,11 +120,7 @@ def hello(
         frozen: lines about the rest of the model, of all ranks if they hold shards; by default `frozen_tensors` of `model`.
     """
     facts = {"torch": torch.__version__.split("+")[0], **facts}
-    for name in allowed:
-        if not any(may_differ(fact, [name]) for fact in facts):
-            raise InputError(
-                f"regions.may_differ={name!r} is not a setting in which regions may differ.{nearest(name, list(facts))}"
-            )
+    check_allowed(allowed, facts)
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     tensors = frozen_tensors(model) if frozen is None else frozen
     return {

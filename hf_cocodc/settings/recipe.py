@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from . import OuterConfig, RegionConfig
-from .fields import Limit, Names, Settings, at_least, build, setting
+from .fields import Limit, Names, Settings, at_least, build, hints_of, refuse_unknown, setting
 from .reading import override_key, read_recipe
 
 
@@ -141,6 +141,7 @@ class Recipe(Settings):
         content, where = read_recipe(path)
         for override in overrides:
             override_key(content, override)
+            _refuse_unknown(override)
         return cls.from_dict(content, where)
 
     @classmethod
@@ -150,6 +151,15 @@ class Recipe(Settings):
             return build(cls, content)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+
+
+def _refuse_unknown(override: str) -> None:
+    """Raise InputError if a change names a key that no recipe has: null would remove it without a word."""
+    section, *keys = override.partition("=")[0].strip().split(".")
+    refuse_unknown(Recipe, section)
+    kind = hints_of(Recipe)[section]
+    if keys and isinstance(kind, type) and issubclass(kind, Settings):
+        refuse_unknown(kind, keys[0], section)
 
 
 def facts_of_data(recipe: Recipe) -> dict[str, Any]:

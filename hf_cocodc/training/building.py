@@ -4,6 +4,7 @@ The libraries raise every kind of exception for an unusable value; each becomes 
 """
 
 import contextlib
+import copy
 import difflib
 import errno
 import os
@@ -144,7 +145,11 @@ def config(recipe: Recipe, vocab_size: int) -> Any:
             )
         _refuse_misspelled(section.config, CONFIG_MAPPING[kind])
         with blaming("model.config"):
-            return AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
+            config = AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
+        layers = getattr(config, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers < 1:
+            raise InputError(f"model.config.num_hidden_layers={layers} must be at least 1.")
+        return config
     with blaming(_named("model.name_or_path", section.name_or_path)):
         return AutoConfig.from_pretrained(section.name_or_path)
 
@@ -195,7 +200,9 @@ def finished(recipe: Recipe, model: Any, vocab_size: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     with blaming("peft"):
-        adapter = LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.peft})
+        adapter = LoraConfig(
+            **{"task_type": "CAUSAL_LM", **copy.deepcopy(recipe.peft)}
+        )  # PEFT adds to our lists
         if next(model.parameters()).is_meta and _is_known_start(adapter):
             adapter.init_lora_weights = True  # some starts need values, which a model on meta has not
         return get_peft_model(model, adapter)

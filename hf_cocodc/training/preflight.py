@@ -21,13 +21,16 @@ from ..settings.fields import converted, loosened
 from ..settings.recipe import Recipe
 from . import building
 from .building import blaming
+from .data import NO_EOS
 from .precheck import check_sections
+from .trial import refuse_nonsense, try_step
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
 
 MISFITS = (
     "must match the size of tensor",
     "shapes cannot be multiplied",
+    "must have same reduction dim",
     "is invalid for input of size",
     "must divide the number of heads",
     "probability has to be between",
@@ -53,19 +56,23 @@ def check(recipe: Recipe) -> None:
         from peft import LoraConfig
 
         known_fields("peft", recipe.peft, LoraConfig)
+    refuse_nonsense(recipe)
 
 
-def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp") -> int | None:
+def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp", tries: bool = False) -> int | None:
     """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
     Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine; `link`:
-    what they will use to reach others. Returns the number of parameters that are trained; None if only a region finds the model.
+    what they will use to reach others; `tries`: also make a step, if the model is small. Returns the number of parameters that
+    are trained; None if only a region finds the model.
     """
     check(recipe)
     refuse_backend(link, "cpu" if recipe.training.get("use_cpu") else "cuda", regions_here)
     with _quietly():
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)
+        if tokenizer.eos_token_id is None:
+            raise InputError(NO_EOS)
         model = _model(recipe, len(tokenizer), regions_here)
         needs_model = (
             args.optim_target_modules is not None or "lomo" in args.optim or building.has_muon(recipe)
@@ -73,6 +80,9 @@ def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp") -> int |
         if model is not None or not needs_model:
             with blaming("training"):
                 _optimizer(args, model, building.inner_optimizer(recipe, args, model))
+        if tries and model is not None:
+            on_cpu = bool(recipe.training.get("use_cpu")) or not _has_accelerator()
+            try_step(recipe, args, tokenizer, sum(each.numel() for each in model.parameters()), on_cpu)
     return None if model is None else sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.run.lock import hold, region_lock
 from hf_cocodc.settings import ENV_COORDINATOR
-from hf_cocodc.training import launch
+from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.training import launch, trial
+from hf_cocodc.training.data import byte_tokenizer
+from hf_cocodc.training.preflight import preflight
 from tests.coordinator.regions import hello, meet, part
 
 
@@ -96,6 +100,60 @@ def test_it_refuses_what_a_run_refuses(
             said.append(capsys.readouterr().err)
         assert said[0] == said[1] != ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("regions.may_differ=learning_rat", "regions.may_differ='learning_rat' is not a setting in which"),
+        ("regions.interface=nope0", "regions.interface='nope0' is not a network interface of this machine"),
+        ("model.config.num_hidden_layers=-1", "model.config.num_hidden_layers=-1 must be at least 1"),
+        ("model.config.num_attention_heads=1", "model.config: the model cannot compute: "),
+        ("training.label_smoothing_factor=2.0", "training.label_smoothing_factor=2.0 must lie in [0, 1)"),
+        ("training.neftune_noise_alpha=-1", "training.neftune_noise_alpha=-1 must not be negative"),
+        ("outr=null", "unknown key outr. Did you mean 'outer'"),
+        ("outer.sync_intervall=null", "unknown key outer.sync_intervall. Did you mean 'sync_interval'"),
+    ],
+)
+def test_it_refuses_what_would_train_on_nonsense(
+    override: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Or would end at step 1."""
+    monkeypatch.chdir(tmp_path)
+    assert train("--dry-run", "--set", override) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_it_makes_a_step_of_a_small_model(
+    large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only numbers on a CPU show that a model has too few positions; a large model is not built."""
+    monkeypatch.setattr(trial, "MOST_WORK", 0 if large else trial.MOST_WORK)
+    config = "{model_type: gpt2, n_positions: 16, n_embd: 16, n_head: 2, n_layer: 1, bos_token_id: 1, eos_token_id: 1}"
+    recipe = Recipe.load("quickstart/diloco", [f"model.config={config}", "data.block_size=16"])
+    assert preflight(recipe, tries=True)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, block_size=17))
+    if large:
+        assert preflight(recipe, tries=True)
+        return
+    assert preflight(recipe)
+    with pytest.raises(InputError, match="data.block_size=17 is more than the 16 positions of the model"):
+        preflight(recipe, tries=True)
+
+
+def test_it_wants_a_tokenizer_that_ends_documents(tmp_path: Path) -> None:
+    """In words that name keys of a recipe."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    changes = ["tokenizer.builtin=null", f"tokenizer.name_or_path={tmp_path}"]
+    with pytest.raises(InputError, match=r"no eos token .* \(tokenizer.name_or_path\)"):
+        preflight(Recipe.load("quickstart/diloco", changes))
 
 
 def test_it_refuses_a_folder_that_another_run_has(

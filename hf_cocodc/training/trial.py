@@ -1,0 +1,64 @@
+"""What neither a config nor a library refuses before it trains: values that mean nothing, and a step that fails."""
+
+from typing import Any
+
+from ..coordinator.hello import ORDER, check_allowed
+from ..errors import InputError, reason, shown
+from ..run.about import SCALES
+from ..settings.fields import Limit
+from ..settings.recipe import Recipe, facts_of_data
+from . import building
+
+MOST_WORK = 2e9
+"""Parameters times tokens of a step that is made: about a second of one core. Larger ones are not tried."""
+
+_LIMITS = {
+    "label_smoothing_factor": Limit(lambda share: 0 <= share < 1, "must lie in [0, 1)"),
+    "neftune_noise_alpha": Limit(lambda alpha: alpha >= 0, "must not be negative"),
+}
+"""Of `training`: what Trainer takes without a check."""
+
+
+def refuse_nonsense(recipe: Recipe) -> None:
+    """Refuse numbers that would train on nonsense, and names in regions.may_differ that no region compares."""
+    from ..trainer.callback import COMPARED
+
+    for name, limit in _LIMITS.items():
+        if recipe.training.get(name) is not None:
+            limit.check(f"training.{name}", recipe.training[name])
+    of_training = [f"training.{name}" for name in COMPARED]
+    check_allowed(
+        recipe.regions.allowed, ["torch", "batch", ORDER, SCALES, *of_training, *facts_of_data(recipe)]
+    )
+
+
+def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu: bool) -> None:
+    """Make one forward and backward step of one row, on the CPU and from random weights, if the model is small.
+
+    Raises InputError if it fails: at any error if regions train `on_cpu`, else at those that a GPU would meet, too.
+    """
+    import torch
+
+    length = recipe.data.block_size
+    if num_params * length > MOST_WORK:
+        return
+    vocab_size = len(tokenizer)
+    with torch.device("cpu"):
+        model = building.random_weights(recipe, building.config(recipe, vocab_size))
+        model = building.finished(recipe, model, vocab_size).train()
+    if args.gradient_checkpointing:
+        with building.blaming("training.gradient_checkpointing"):
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    row = (torch.arange(length, device="cpu") % vocab_size)[None]
+    try:
+        model(input_ids=row, labels=row).loss.backward()
+    except Exception as error:
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if isinstance(error, IndexError) and positions is not None and positions < length:
+            raise InputError(
+                f"data.block_size={length} is more than the {positions} positions of the model. Lower data.block_size."
+            ) from error
+        if on_cpu or isinstance(error, IndexError):
+            raise InputError(
+                f"model: a step with a row of {shown(length)} tokens fails: {reason(error)}. Correct model.config."
+            ) from error
