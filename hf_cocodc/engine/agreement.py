@@ -17,7 +17,6 @@ from ..link.spreading import spread, spread_all
 from ..parts.codecs import unrounded
 from ..parts.codecs.base import Conversation
 from ..parts.tensors.flat import (
-    beside,
     contents,
     digests,
     is_finite,
@@ -177,11 +176,10 @@ def check_same_end(
     """Compare the model of all regions at the end of a run; returns its checksum, and the names of tensors that were changed. A
     collective call, for each lane's shards.
 
-    This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
-    other data (running statistics of batch normalization): floating-point ones take their mean over the regions, others the
-    lowest region's values. So do `synchronized` parameters, which differ if processors round differently. Two things stay each
-    region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside
-    parameters and buffers (scales). Raises HandshakeError, which names the first tensor that differs otherwise.
+    This includes frozen parameters and saved buffers. Buffers may differ, because each region has seen other data (running
+    statistics of batch normalization): floating-point ones take their mean over the regions, others the lowest region's values.
+    So do `synchronized` parameters, which differ if processors round differently. Buffers of different shapes (tables that grow
+    with the longest sequence) stay each region's own. Raises HandshakeError, which names the first tensor that differs otherwise.
     """
     own, wrong = digests(contents(model), offloaded(model)), ""
     changed: list[str] = []
@@ -200,8 +198,7 @@ def check_same_end(
             + ". Only one region has changed it during the run, or it was trained without being synchronized. The model of no "
             "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
         )
-    others = beside(model)  # they may differ, and are no part of the result
-    return _checksum(step, {name: line for name, line in own.items() if name not in others}).digest, changed
+    return _checksum(step, own).digest, changed
 
 
 def _checksum(step: int, own: Mapping[str, str]) -> StepChecksum:
@@ -222,7 +219,6 @@ def _make_equal(
     shared = [name for name in alike if name in buffers]
     weights = [name for name in alike if name in synchronized]
     apart = [name for name in differing if name in buffers and name not in alike and "" not in forms[name]]
-    apart += [name for name in differing if name in beside(model)]
     for names, values_of in ((shared, _mean_or_lowest), (weights, _lowest)):
         tensors = [local_shard(held[name]) for name in names]
         is_needed = _in_any_lane(link, bool(tensors))
@@ -233,8 +229,7 @@ def _make_equal(
         f"{lowest}'s now": shared,
         "the final global weights differed between regions, perhaps because their processors round differently (then lower "
         f"digest_interval), and are region {lowest}'s now": weights,
-        "buffers of different shapes, or what modules save beside parameters and buffers, differed between regions at the end "
-        "and stay each region's own": apart,
+        "buffers of different shapes differed between regions at the end and stay each region's own": apart,
     }
     notes = [f"{what}: {_first_of(names)}." for what, names in done.items() if names]
     for name in differing:

@@ -43,7 +43,7 @@ from ..link.within import ranks_of_region
 from ..net.members import Whereabouts
 from ..net.pacing import congestion_of
 from ..net.wire import Wire
-from ..parts.tensors.flat import beside, contents, digests, offloaded
+from ..parts.tensors.flat import contents, digests, offloaded
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from ..snapshot.receive import largest_base
@@ -157,10 +157,7 @@ def frozen_tensors(model: nn.Module) -> list[str]:
     """Name, form and checksum of each tensor that regions do not synchronize but must have equal: frozen parameters and saved
     buffers. Of a sharded tensor, only this rank's shard.
     """
-    others = beside(model)
-    held = {
-        name: each for name, each in contents(model).items() if not each.requires_grad and name not in others
-    }
+    held = {name: tensor for name, tensor in contents(model).items() if not tensor.requires_grad}
     return [f"{name} {line}" for name, line in digests(held, offloaded(model)).items()]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..parts.tensors.flat import alone, beside, digests, local_shard, offloaded, reshard
+from ..parts.tensors.flat import alone, digests, local_shard, offloaded, reshard
 from .manifest import FOLDER
 
 _UNSAVED = "unsaved_buffers"
@@ -155,13 +155,18 @@ def base_digest(model: nn.Module) -> str | None:
 
 
 def scales_digest(model: nn.Module) -> str | None:
-    """A digest of what modules save beside parameters and buffers, such as the scales of quantized weights. None if they save
-    nothing, or if this rank does not hold it yet.
+    """A digest of the tensors that modules save beside parameters and buffers: the scales of quantized weights. None if they save
+    none, or if this rank does not hold them yet. What `get_extra_state` saves may change in training, and is each region's own.
     """
-    others = {name: local_shard(each) for name, each in sorted(beside(model).items())}
-    if not others or any(tensor.is_meta for tensor in others.values()):
+    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    scales = {
+        name: local_shard(each)
+        for name, each in sorted(model.state_dict(keep_vars=True).items())
+        if isinstance(each, Tensor) and id(each) not in named and not name.endswith("_extra_state")
+    }
+    if not scales or any(tensor.is_meta for tensor in scales.values()):
         return None
-    return _checksum(digests(others))
+    return _checksum(digests(scales))
 
 
 def _checksum(lines: Mapping[str, str]) -> str:

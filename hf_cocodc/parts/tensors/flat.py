@@ -111,20 +111,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter (a tied one once), saved buffer and other saved tensor (`beside`), by name."""
+    """Every parameter (a tied one once) and saved buffer of a model, by name."""
     saved = model.state_dict(keep_vars=True)
-    return {
-        **dict(model.named_parameters()),
-        **{name: buffer for name, buffer in model.named_buffers() if name in saved},
-        **beside(model),
-    }
-
-
-def beside(model: nn.Module) -> dict[str, Tensor]:
-    """What modules save beside parameters and buffers, such as the scales of quantized weights, by name."""
-    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved = model.state_dict(keep_vars=True).items()
-    return {name: each for name, each in saved if isinstance(each, Tensor) and id(each) not in named}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def offloaded(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
