@@ -156,6 +156,12 @@ class RegionConfig(Settings):
             f"{_SECONDS}, or be auto",
         ),
     )
+    report_regions: str = setting(
+        "Which regions report to trackers (training.report_to): first, region 0 for all; or all, each as a run of its own, "
+        "with W&B and trackio in one group. In a simulation always first.",
+        among("first", "all"),
+        default="first",
+    )
     join: bool | None = setting(
         f"Join or rejoin a run that is training, as a new or a returning region (environment {ENV_JOIN}=1). Needs "
         "on_loss=continue."

@@ -1,13 +1,14 @@
 """Finds the Trainer of a callback, and checks that it can train across regions."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import TrackioCallback, get_reporting_integration_callbacks
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ..errors import InputError, RunFinished
@@ -67,8 +68,10 @@ def _method(wrapper: Callable, original: Callable) -> Callable:
     return method
 
 
-def settle(trainer: Trainer, region: int) -> None:
-    """Let a Trainer write into its region's folder; region 0 reports for all. A tracker shows whose run it is."""
+def settle(trainer: Trainer, region: int, all_report: bool) -> None:
+    """Let a Trainer write into its region's folder. Region 0 reports for all, or each region as a run of one group; a tracker
+    shows whose run it is.
+    """
     args = trainer.args
     folder = Path(args.output_dir or "trainer_output")
     if folder.name != f"region-{region}":  # the arguments may serve a second Trainer
@@ -76,10 +79,35 @@ def settle(trainer: Trainer, region: int) -> None:
         args.output_dir = str(folder)
     if args.run_name is None:
         args.run_name = f"{folder.resolve().parent.name}-{folder.name}"
+    if all_report:
+        group = args.run_name.removesuffix(f"-{folder.name}")
+        args.run_name = f"{group}-{folder.name}"
+        _group(trainer, group)
     if region:
         args.push_to_hub = False
-        for tracker in get_reporting_integration_callbacks(args.report_to):
+        for tracker in get_reporting_integration_callbacks(args.report_to) if not all_report else ():
             trainer.remove_callback(tracker)
+
+
+def _group(trainer: Trainer, group: str) -> None:
+    """Let W&B and trackio put the run of this region into a group, unless the user has named another one."""
+    os.environ.setdefault("WANDB_RUN_GROUP", group)
+    for tracker in trainer.callback_handler.callbacks:
+        if isinstance(tracker, TrackioCallback):  # it calls init(), which has no variable for the group
+            tracker._trackio = _Grouped(tracker._trackio, group)
+
+
+class _Grouped:
+    """The module trackio, whose runs are in a group."""
+
+    def __init__(self, trackio: Any, group: str) -> None:
+        self._trackio, self._group = trackio, group
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trackio.init(*args, **{"group": self._group, **kwargs})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trackio, name)
 
 
 def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> None:

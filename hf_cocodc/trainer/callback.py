@@ -148,7 +148,8 @@ class CoCoDCCallback(TrainerCallback):
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        settle(trainer, self.region)
+        all_report = self.regions.report_regions == "all" and self._given_link is None
+        settle(trainer, self.region, all_report)
         averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
         self._best = Best(trainer, averages)
         Patches(trainer, self, self._best)

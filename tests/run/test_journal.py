@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.run.events import FIELDS
 from hf_cocodc.run.journal import Journal, earlier_name, name_of, of_newest, read
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def steps(path: Path) -> list[int]:
@@ -183,26 +179,6 @@ def test_a_record_whose_first_line_is_damaged_is_read(tmp_path: Path) -> None:
     path.write_text('{"kind": "sta\n{"kind": "send", "step": 2}\n{"kind": "send", "step": 4}\n')
     Journal(path, "a name").write("resume", step=3)
     assert steps(path) == [2, 3]
-
-
-def test_the_reference_has_every_event_and_field_of_the_schema() -> None:
-    """And no other, but for Trainer's and the outer optimizer's own figures in logs."""
-    told: dict[str, set[str]] = {}
-    kinds: list[str] = []
-    for line in (DOCS / "reference" / "journal.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            kinds = line[3:].split(", ")
-        elif row := re.match(r"\| `([a-z_/]+)` \|", line):
-            for kind in kinds or ["all"]:
-                told.setdefault(kind, set()).add(row[1])
-        for kind in kinds:
-            told.setdefault(kind, set())
-    common = told.pop("all") - {"kind"}
-    given = {"loss", "learning_rate", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_runtime"}
-    for kind, fields in FIELDS.items():
-        own = {name for name in told[kind] if not name.startswith("outer/")}
-        assert own == {name for name in fields - common - given if not name.startswith("outer/")}, kind
-    assert set(told) == set(FIELDS)
 
 
 def test_the_writer_takes_what_the_schema_has() -> None:

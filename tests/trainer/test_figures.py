@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import ast
+import os
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
-import hf_cocodc
-from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
+from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
 from hf_cocodc.errors import RunLeft
 from hf_cocodc.link.base import Link
+from hf_cocodc.run.events import FIELDS
 from hf_cocodc.run.journal import read
 from tests.trainer.test_trainer import make
 
@@ -85,37 +89,56 @@ def test_a_run_writes_no_field_that_is_not_described(run: Path) -> None:
     assert {"start", "send", "land", "log", "evaluate", "save", "finish"} <= written
 
 
-def writings() -> dict[str, list[ast.Call]]:
-    """The calls in the package that write an event into a journal, by kind."""
-    found: dict[str, list[ast.Call]] = {}
-    for module in sorted(Path(hf_cocodc.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.Call) and node.args and node.keywords):
-                continue
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ("write", "write_later", "_record", "record"):
-                first = node.args[0]
-                either = (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,)
-                for kind in either:
-                    if isinstance(kind, ast.Constant):
-                        found.setdefault(str(kind.value), []).append(node)
-    return found
+def test_the_schema_has_what_is_described() -> None:
+    """And the writer takes no other kind or field, but for Trainer's and the outer optimizer's own figures in logs."""
+    described = fields()
+    assert set(described) == set(FIELDS)
+    of_trainer = {"loss", "learning_rate", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_runtime"}
+    for kind, names in FIELDS.items():
+        own = {name for name in described[kind] if not name.startswith("outer/")}
+        assert own == {n for n in names if not n.startswith("outer/")} - IN_EVERY_LINE - of_trainer, kind
 
 
-def test_the_code_writes_what_is_described() -> None:
-    """All kinds of events, with all fields that a call names; and no kind or field that does not occur in the code."""
-    described, found = fields(), writings()
-    assert {"start", "resume", "land", "void", "join", "best"} <= set(found)
-    for kind, calls in found.items():
-        for call in calls:
-            assert {word.arg for word in call.keywords if word.arg} <= described[kind] | IN_EVERY_LINE, kind
-    code = "\n".join(path.read_text() for path in Path(hf_cocodc.__file__).parent.rglob("*.py"))
-    for kind, names in described.items():
-        assert kind in found or f'"{kind}"' in code, kind
-        for name in names:
-            assert re.search(rf"\b{re.escape(name.removeprefix('outer/'))}\b\s*[=:\"]", code), (
-                f"{kind}: {name}"
-            )
+class Tracker(ModuleType):
+    """Stands for wandb or trackio: keeps what a run was begun with."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.begun: list[dict[str, Any]] = []
+        self.run: Any = None
+        self.config, self.context_vars = MagicMock(), MagicMock()
+        self.define_metric = MagicMock()
+
+    def init(self, **given: Any) -> Any:
+        self.begun.append({**given, "env": os.environ.get("WANDB_RUN_GROUP")})
+        self.run = MagicMock()
+        return self.run
+
+
+@pytest.mark.parametrize("region", [0, 1])
+@pytest.mark.parametrize("reports", ["first", "all"])
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_regions_that_all_report_are_runs_of_one_group(
+    name: str, reports: str, region: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what Transformers' own callbacks call; by default region 0 alone reports. The user's name is that of the group."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "x")  # undone afterwards
+    monkeypatch.delenv("WANDB_RUN_GROUP")
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    for part in ("wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util"):
+        monkeypatch.setitem(sys.modules, part, MagicMock(ConfigError=ValueError))
+    monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
+    there = RegionConfig(region=region, count=2, coordinator="127.0.0.1:1", report_regions=reports)
+    trainer = make(tmp_path / "mine", [CoCoDCCallback(CONFIG, there)], report_to=[name], run_name="trial")
+    for each in trainer.callback_handler.callbacks:
+        if type(each).__module__ == integration_utils.__name__:
+            each.setup(trainer.args, trainer.state, trainer.model)
+    begun = [(each["name"], each["env"] if name == "wandb" else each.get("group")) for each in tracker.begun]
+    if reports == "all":
+        assert begun == [(f"trial-region-{region}", "trial")]
+    else:
+        assert begun == [("trial", None)] * (1 - region)
 
 
 def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:
