@@ -152,7 +152,7 @@ class Progress:
             why = f" ({short(event['why'], _LONGEST_WHY)})" if event["why"] else ""
             who = "only region" if len(members) == 1 else f"{len(members)} regions:"
             line = f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}"
-            announce("%s", f"{line}. {_WAY_BACK}" if lost else line)
+            logger.warning("%s", f"{line}. {_WAY_BACK}" if lost else line)
             say(line, once=f"epoch {epoch}", lost=sorted(lost), hint=_WAY_BACK)
         self._members, self._losses = members, losses
 

@@ -141,7 +141,6 @@ def test_a_change_of_the_members_is_logged_and_told(
 ) -> None:
     """Once, in the words of the command: a script shows what a command shows. A loss has the way back."""
     monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
-    caplog.set_level("INFO")
     progress.hear("epoch", {"step": 0, "epoch": 0, "losses": 0, "members": [0, 1, 2], "why": ""})
     assert not caplog.messages
     progress.hear(
