@@ -109,8 +109,8 @@ def run(options: argparse.Namespace) -> int:
     prices = _prices(options, regions)
     from ..tools.bench.report import content
     from ..tools.plan import choice, speeds, table, written
-    from ..tools.plan.flights import LinkFigures
     from ..tools.plan.forecast import Subject, codecs_of
+    from ..tools.plan.transfers import LinkFigures
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried

@@ -21,10 +21,10 @@ from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.bench.workers import run, serve
-from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean
-from hf_cocodc.tools.plan.flights import LinkFigures
+from hf_cocodc.tools.plan.course import MEASURED, WARM_UP
 from hf_cocodc.tools.plan.forecast import Subject, codecs_of
 from hf_cocodc.tools.plan.speeds import Speeds, measure
+from hf_cocodc.tools.plan.transfers import LinkFigures
 
 from .emulation.privileges import obstacle
 from .emulation.wan import INTERFACE, Wan
@@ -125,7 +125,7 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
         planned = subject_of(link, PACE_S, speeds, regions)
         found = _train(spec, config_of(cell), planned)
-        expected = mean(subject_of(link, found["step_s"], speeds, regions).trials(config_of(cell)))
+        expected = subject_of(link, found["step_s"], speeds, regions).course(config_of(cell))
         yield {
             **found,
             "expected": expected.utilization,

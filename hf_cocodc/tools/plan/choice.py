@@ -4,22 +4,27 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...auto import too_few_rounds
 from ...errors import InputError, shown
 from ...methods import METHODS
 from ...newer import known
-from ...resolve import from_config
+from ...resolve import from_config, lost_steps
 from ...resolve import settings as _settings
 from ...settings import OF_EVERY_METHOD, OuterConfig
-from ...settings.outer import CODECS, alpha_of, idle
+from ...settings.outer import AUTO, CODECS, alpha_of, idle
 from .forecast import Forecast, Subject
+from .transfers import MARGIN
 
 LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
 """Codecs that need error feedback."""
 CAREFUL = ("fp32", "bf16", "int8", "fp4")
 """Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
 Others are chosen only where the recipe or the method's paper has them."""
-SEARCHES = 4
-"""Most searches for one method and codec."""
+CHOSEN = (
+    *("method", "sync_interval", "num_fragments", "fragment_pattern", "overlap_steps", "codec"),
+    "error_feedback",
+)
+"""Settings that a plan chooses."""
 LONGEST = 5000
 """Most inner steps in a round that are tried."""
 
@@ -68,22 +73,23 @@ def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
     """The settings with this method and codec that reach a utilization; None if none do.
 
+    They reach it also if each transfer during which training goes on takes `MARGIN` times as long as by itself.
+
     `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
     regions after at most sync_interval and the overlap, and this sum is kept small. A method that is a round late has the
     shortest round in any case, as its staleness is that round. Overlap and number of fragments are then as small as possible.
     """
-    # where packets get lost, one trial leads the search; if the mean of more trials is below the target, it aims higher
-    aim = target
-    for _ in range(SEARCHES):
-        chosen = _search(subject, config, aim)
-        if chosen is None:
-            return None
-        forecast = subject.forecast(chosen)
-        missing = target - forecast.course.utilization
-        if missing <= 0:
-            return forecast
-        aim = min(aim + missing, (1 + aim) / 2)
-    return None
+    chosen = _search(subject, config, target)
+    return None if chosen is None else subject.forecast(_sound(chosen, subject.steps))
+
+
+def _sound(config: OuterConfig, steps: int | None) -> OuterConfig:
+    """The same, with our values in place of those that a longer round or an overlap makes wrong."""
+    if too_few_rounds(config, steps) is not None:
+        config = dataclasses.replace(config, outer_lr=AUTO, outer_momentum=AUTO)
+    if lost_steps(config) is not None and settings(config).get("merge") == "mix":
+        config = dataclasses.replace(config, mixing_alpha=None)
+    return config
 
 
 def _search(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
@@ -100,7 +106,7 @@ def _search(subject: Subject, config: OuterConfig, target: float) -> OuterConfig
     tried = [shortest]
     if shortest > _interval(config):
         # on a link that is full transfers need much overlap; in a round that is a little longer, far less
-        tried += [min(shortest + shortest * tenth // 10, longest) for tenth in range(1, 11)]
+        tried += [min(shortest + shortest * quarter // 4, longest) for quarter in (1, 2, 4)]
     reaching = [each for each in map(at, tried) if each is not None]
     return min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness)
 
@@ -167,7 +173,7 @@ def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> Outer
             shown.get("sends_per_interval", 0) is None
         ):  # as often as the link allows may be more than training affords
             tried.append(dataclasses.replace(config, sends_per_interval=_fragments(config), utilization=None))
-        return next((each for each in tried if subject.course(each).utilization >= target), None)
+        return next((each for each in tried if subject.course(each, MARGIN).utilization >= target), None)
 
     alpha = config.mixing_alpha
     if alpha == alpha_of(None, overlap or 0):  # it followed from the overlap, and follows from the new one
@@ -177,9 +183,12 @@ def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> Outer
         return dataclasses.replace(config, overlap_steps=steps, mixing_alpha=alpha)
 
     def reaches(steps: int) -> bool:
-        return subject.course(with_overlap(steps)).utilization >= target
+        return subject.course(with_overlap(steps), MARGIN).utilization >= target
 
-    steps = _smallest(0, shown["sync_interval"] - 1, reaches)
+    most = shown["sync_interval"] - 1
+    if not reaches(most):  # most rounds that are tried are too short in any case
+        return None
+    steps = _smallest(0, most, reaches)
     return None if steps is None else with_overlap(steps)
 
 

@@ -1,16 +1,11 @@
-"""The course of a training over a link, event by event: a method's schedule, and the times of steps, transfers and landings."""
+"""The course of a training over a link: sends and landings at their steps, and what training waits for."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from ...engine.account import Measurements
-from ...link.base import Arrival
-from ...link.records import Trailer
-from ...parts.codecs.base import Result
-from ...parts.schedules import Schedule, Send
-
-WARM_UP, MEASURED = 3, 4
+WARM_UP, MEASURED = 2, 2
 """Rounds before the figures count, and rounds that count."""
 
 
@@ -59,7 +54,8 @@ class Course(NamedTuple):
         blocked: share of the time in which training waits for the link.
         bytes_per_s: payload that a region sends.
         staleness: most inner steps between a send and its landing.
-        needs: inner steps of overlap in which the slowest transfer would hide.
+        slowest_s: seconds of the slowest transfer by itself, with its wait for the line.
+        needs: inner steps of overlap in which it would hide.
         in_flight: most transfers under way at a time.
         sends: transfers in a round of sync_interval inner steps.
     """
@@ -68,122 +64,103 @@ class Course(NamedTuple):
     blocked: float
     bytes_per_s: float
     staleness: int
+    slowest_s: float
     needs: int
     in_flight: int
     sends: float
 
 
-class _Journey(NamedTuple):
-    carried: Sequence[Carried]
-    trailer: Trailer
+class Rhythm(NamedTuple):
+    """When fragments are sent, in inner steps.
 
-
-def mean(courses: Sequence[Course]) -> Course:
-    """The mean of courses with the same steps: of their times, but the largest staleness, needs and in_flight."""
-    seconds = [1 / each.utilization for each in courses]
-    shares = [each / sum(seconds) for each in seconds]
-    return Course(
-        utilization=len(courses) / sum(seconds),
-        blocked=sum(share * each.blocked for share, each in zip(shares, courses, strict=True)),
-        bytes_per_s=sum(share * each.bytes_per_s for share, each in zip(shares, courses, strict=True)),
-        staleness=max(each.staleness for each in courses),
-        needs=max(each.needs for each in courses),
-        in_flight=max(each.in_flight for each in courses),
-        sends=sum(each.sends for each in courses) / len(courses),
-    )
-
-
-def course(
-    schedule: Schedule, sync_interval: int, fragments: Sequence[Work], line: Line, step_s: float
-) -> Course:
-    """Play a schedule on a line: regions are equally fast, and an inner step takes `step_s` seconds.
-
-    As in the engine, the schedule is asked after each inner step with events, and gets what regions would have agreed on. A
-    low rank stays at its first value, and all fragments change alike.
+    Attributes:
+        interval: a round.
+        sends: sends in a round, evenly spaced; the fragments take turns.
+        together: all fragments are sent at each of them.
+        overlap: inner steps between a send and its landing.
     """
-    run = _Run(schedule, fragments, line, step_s)
-    run.play_until(WARM_UP * sync_interval)
-    begin = run.mark()
-    run.staleness, run.slowest_s = 0, 0.0
-    run.play_until((WARM_UP + MEASURED) * sync_interval)
-    end = run.mark()
-    steps, seconds, blocked_s, num_bytes, sends = (b - a for a, b in zip(begin, end, strict=True))
+
+    interval: int
+    sends: int = 1
+    together: bool = True
+    overlap: int = 0
+
+
+def course(rhythm: Rhythm, fragments: Sequence[Work], line: Line, step_s: float, late: float = 1.0) -> Course:
+    """How a training with this rhythm goes: regions are equally fast, and an inner step takes `step_s` seconds.
+
+    A transfer during which training goes on takes `late` times as long as the line says; the line is busy no longer.
+    """
+    run = _Run(rhythm.overlap, fragments, line, step_s, late)
+    begin = end = run.mark()
+    for number in range((WARM_UP + MEASURED) * rhythm.sends + 1):
+        run.go_to(number * rhythm.interval // rhythm.sends)
+        if number == WARM_UP * rhythm.sends:
+            begin, run.slowest_s = run.mark(), 0.0
+        end = run.mark()
+        run.send(range(len(fragments)) if rhythm.together else [number % len(fragments)])
+    steps, seconds, blocked_s, num_bytes = (b - a for a, b in zip(begin, end, strict=True))
     return Course(
         utilization=steps * step_s / seconds,
         blocked=blocked_s / seconds,
         bytes_per_s=num_bytes / seconds,
-        staleness=run.staleness,
+        staleness=rhythm.overlap,
+        slowest_s=run.slowest_s,
         needs=math.ceil(run.slowest_s / step_s - 1e-9),
         in_flight=run.in_flight,
-        sends=sends / MEASURED,
+        sends=rhythm.sends * (len(fragments) if rhythm.together else 1),
     )
+
+
+class _Journey(NamedTuple):
+    work: Work
+    sent_at: int
+    carried: Sequence[Carried]
 
 
 class _Run:
     """A training under way; `now` is in seconds."""
 
-    def __init__(self, schedule: Schedule, fragments: Sequence[Work], line: Line, step_s: float) -> None:
-        self._schedule, self._fragments, self._line, self._step_s = schedule, fragments, line, step_s
-        self._state = schedule.init(len(fragments))
-        self._measured = Measurements(0.0)
-        self._measured.begin([1.0] * len(fragments))
-        self._flying: dict[tuple[int, int], _Journey] = {}
-        self.step = self.staleness = self.in_flight = 0
-        self.now = self.slowest_s = 0.0
-        self._blocked_s, self._num_bytes, self._sends = 0.0, 0, 0
+    def __init__(
+        self, overlap: int, fragments: Sequence[Work], line: Line, step_s: float, late: float
+    ) -> None:
+        self._overlap, self._fragments, self._line, self._step_s = overlap, fragments, line, step_s
+        self._more = late - 1 if overlap else 0.0
+        self._flying: deque[_Journey] = deque()
+        self._step = self.in_flight = self._num_bytes = 0
+        self.slowest_s = self._now = self._blocked_s = 0.0
 
     def mark(self) -> tuple[float, ...]:
-        """Steps, seconds, blocked seconds, bytes and sends so far."""
-        return self.step, self.now, self._blocked_s, self._num_bytes, self._sends
+        """Steps, seconds, blocked seconds and bytes so far."""
+        return self._step, self._now, self._blocked_s, self._num_bytes
 
-    def play_until(self, last: int) -> None:
-        """Train to inner step `last`."""
-        while self.step < last:
-            following = min(max(self._schedule.next_event(self.step, self._state), self.step + 1), last)
-            self.now += (following - self.step) * self._step_s
-            self.step = following
-            self._measured.note_step(0.0, self.now)
-            self._hold_events()
+    def go_to(self, step: int) -> None:
+        """Train to an inner step; what is due before it lands."""
+        while self._flying and self._flying[0].sent_at + self._overlap < step:
+            self._train_to(self._flying[0].sent_at + self._overlap)
+            self._land(self._flying.popleft())
+        self._train_to(step)
 
-    def _hold_events(self) -> None:
-        events, self._state = self._schedule.events(self.step, self._measured.agreed, self._state)
-        if not events:
-            return
-        self._measured.step_time_s = self._step_s
-        for event in events:
-            if isinstance(event, Send):
-                self._send(event.fragment)
-            else:
-                self._land(event.fragment, event.sent_at)
-        self._measured.leave_events(self.now)
-
-    def _send(self, fragment: int) -> None:
-        work = self._fragments[fragment]
-        self.now += work.send_s
-        carried = [self._line.carry(part, self.now - part.early_s) for part in work.parts]
-        measured = self._measured
-        trailer = Trailer(step_time_s=measured.step_time_s, sync_time_s=measured.sync_time_s)
-        self._flying[fragment, self.step] = _Journey(carried, trailer)
+    def send(self, fragments: Sequence[int]) -> None:
+        """Send fragments; then what is due at this step lands."""
+        for fragment in fragments:
+            work = self._fragments[fragment]
+            self._now += work.send_s
+            carried = [self._line.carry(part, self._now - part.early_s) for part in work.parts]
+            self._flying.append(_Journey(work, self._step, carried))
+            self._num_bytes += sum(part.num_bytes for part in work.parts)
+            self.slowest_s = max(self.slowest_s, carried[-1].ready_s - self._now)
         self.in_flight = max(self.in_flight, len(self._flying))
-        self._num_bytes += sum(part.num_bytes for part in work.parts)
-        self._sends += 1
-        self.slowest_s = max(self.slowest_s, carried[-1].ready_s - self.now)
+        while self._flying and self._flying[0].sent_at + self._overlap <= self._step:
+            self._land(self._flying.popleft())
 
-    def _land(self, fragment: int, sent_at: int) -> None:
-        work = self._fragments[fragment]
-        flight = self._flying.pop((fragment, sent_at), None)
-        if flight is not None:
-            needed = zip(work.parts, flight.carried, strict=True)
-            waited = max(max(each.ready_s - part.late_s for part, each in needed) - self.now, 0.0)
-            self.now += waited
-            self._blocked_s += waited
-            self.staleness = max(self.staleness, self.step - sent_at)
-            self._measured.hear(fragment, _arrival(flight))
-        self.now += work.land_s  # also where nothing was sent, and a mean of zero lands
+    def _train_to(self, step: int) -> None:
+        self._now += (step - self._step) * self._step_s
+        self._step = step
 
-
-def _arrival(flight: _Journey) -> Arrival:
-    """What the engine's measurements read of an arrival: times and trailers, and that its values have not changed."""
-    nothing: Any = None
-    seconds = sum(each.link_s for each in flight.carried)
-    return Arrival(Result(nothing, nothing, {}), (flight.trailer,), 0, seconds, 1.0, (0,), nothing)
+    def _land(self, journey: _Journey) -> None:
+        needed = zip(journey.work.parts, journey.carried, strict=True)
+        ready_s = max(each.ready_s + self._more * each.link_s - part.late_s for part, each in needed)
+        waited_s = max(ready_s - self._now, 0.0)
+        self._blocked_s += waited_s
+        self._now += waited_s + journey.work.land_s

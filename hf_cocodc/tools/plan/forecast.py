@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...methods import Method
 from ...parts.blocks import find_blocks
 from ...parts.codecs.base import Message, Reply, swaps_whole
 from ...parts.fragments import Fragment
-from ...parts.schedules import every
+from ...parts.schedules import AgreedStats, Schedule, Send
 from ...parts.tensors.memory import HOST, Home
 from ...resolve import from_config, settings
 from ...settings import OuterConfig
@@ -24,9 +24,9 @@ from ...settings.environment import ENV_SECRET
 from ...settings.recipe import Recipe
 from ...settings.regions import OF_GROUPS
 from ..report.summary import data_parallel_bytes
-from .course import Cargo, Carried, Course, Work, course, mean
-from .flights import LIMIT, TRIALS, Codes, LinkFigures, TcpLine, wanted_connections
+from .course import WARM_UP, Cargo, Carried, Course, Rhythm, Work, course
 from .speeds import Speeds
+from .transfers import LATE, LIMIT, Codes, LinkFigures, TcpLine, wanted_connections
 
 _SIDE, _LOW_RANK = 64, 4
 
@@ -37,15 +37,13 @@ class Forecast:
 
     Attributes:
         shown: all settings of `config`, with the method's defaults.
-        course: how the training goes; the mean of some trials, if packets get lost.
-        worst: utilization of the worst trial.
+        course: how the training goes.
         device_bytes, host_bytes: on the model's device and on the host, beyond the training itself.
     """
 
     config: OuterConfig
     shown: dict[str, Any]
     course: Course
-    worst: float
     device_bytes: int
     host_bytes: int
 
@@ -91,7 +89,8 @@ class Subject:
             self.limit = wanted if given is None else min(given * 1e6 / 8, wanted)
             self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
         self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
-        self._courses: dict[tuple[str, int], list[Course]] = {}
+        self._courses: dict[tuple[str, float], Course] = {}
+        self._conversations: dict[str, tuple[int, bool]] = {}
 
     @property
     def is_group(self) -> bool:
@@ -106,25 +105,19 @@ class Subject:
             self._fragments[key] = method.fragments(self.model)
         return self._fragments[key]
 
-    def course(self, config: OuterConfig) -> Course:
-        """How a training with these settings goes; the first trial if packets get lost. Raises InputError if they conflict."""
-        return self._played(config, 1)[0]
-
-    def trials(self, config: OuterConfig) -> list[Course]:
-        """Several trainings with these settings, each losing other packets; one if none get lost."""
-        return self._played(config, TRIALS if self.link.loss else 1)
-
-    def _played(self, config: OuterConfig, trials: int) -> list[Course]:
-        key = repr(config), trials  # a search asks for a course again and again
+    def course(self, config: OuterConfig, late: float = LATE) -> Course:
+        """How a training with these settings goes; `late`: see `course`. Raises InputError if the settings conflict."""
+        key = repr(config), late  # a search asks for a course again and again
         if key not in self._courses:
-            self._courses[key] = self._play(config, trials)
+            self._courses[key] = self._play(config, late)
         return self._courses[key]
 
-    def _play(self, config: OuterConfig, trials: int) -> list[Course]:
-        method = from_config(config)
-        shown: dict[str, Any] = settings(config)
-        messages, scatters = _conversation(config, self.regions)
+    def _play(self, config: OuterConfig, late: float) -> Course:
+        method, shown = from_config(config), settings(config)
         codec = str(shown["codec"])
+        if codec not in self._conversations:
+            self._conversations[codec] = _conversation(config, self.regions)
+        messages, scatters = self._conversations[codec]
         works, codes = [], {}
         for fragment in self.fragments(config, method):
             num_bytes = max(method.codec.wire_bytes(fragment, r, self.regions) for r in range(self.regions))
@@ -139,24 +132,45 @@ class Subject:
             )
             land_s = self.speeds.landing(method) * fragment.numel
             works.append(Work([Cargo(num_bytes)], self.speeds.send * fragment.numel, land_s))
-        where = (self.link, self.connections, self.regions - 1, self.limit, codes)
-        lines = [TcpLine(*where, seed) for seed in range(trials)]
-        interval = shown["sync_interval"]
-        return [course(method.schedule, interval, works, line, self.step_s) for line in lines]
+        line = TcpLine(self.link, self.connections, self.regions - 1, self.limit, codes)
+        rhythm = self._rhythm(method.schedule, shown, works, line, late)
+        return course(rhythm, works, line, self.step_s, late)
+
+    def _rhythm(
+        self, schedule: Schedule, shown: Mapping[str, Any], works: Sequence[Work], line: TcpLine, late: float
+    ) -> Rhythm:
+        """When a method sends. One that follows the link does so by the time of a transfer once connections are warm."""
+        interval, overlap = int(shown["sync_interval"]), shown.get("overlap_steps", 0)
+        if "sends_per_interval" not in shown:
+            state = schedule.init(len(works))
+            first, _ = schedule.events(schedule.next_event(0, state), AgreedStats(), state)
+            together = sum(isinstance(event, Send) for event in first) == len(works)
+            late_steps = interval if schedule.back_to_back else overlap
+            return Rhythm(interval, 1 if together else len(works), together, late_steps)
+        spacing_s = interval * self.step_s / len(works)
+        for number in range(WARM_UP * len(works)):
+            took_s = late * line.carry(works[number % len(works)].parts[0], number * spacing_s).link_s
+        line.rest()
+        sends = shown["sends_per_interval"]
+        if sends is None:
+            sends = max(len(works), math.floor(shown["utilization"] * interval * self.step_s / took_s + 1e-9))
+        steps = min(max(1, math.ceil(took_s / self.step_s)), interval - 1)
+        overlap = overlap if isinstance(overlap, int) else steps
+        # a fragment that flies is not sent
+        sends = min(interval // max(interval // sends, 1), max(len(works) * interval // max(overlap, 1), 1))
+        return Rhythm(interval, sends, together=False, overlap=overlap)
 
     def forecast(self, config: OuterConfig) -> Forecast:
         """The forecast of a run with these settings."""
-        method, trials = from_config(config), self.trials(config)
-        average = mean(trials)
+        method, found = from_config(config), self.course(config)
         home = Home(torch.device("meta"), rests_on_host=config.device == "host")
         memory = memory_of(self.fragments(config, method), method, self.regions, home)
         taken = {
-            where: each.kept + each.per_transfer * average.in_flight + each.staged
+            where: each.kept + each.per_transfer * found.in_flight + each.staged
             for where, each in memory.items()
         }
         on_host = taken.pop(HOST)
-        worst = min(each.utilization for each in trials)
-        return Forecast(config, settings(config), average, worst, sum(taken.values()), on_host)
+        return Forecast(config, settings(config), found, sum(taken.values()), on_host)
 
     def data_parallel(self) -> Course:
         """Data-parallel training over the same link at its best: fp32 gradients in a ring during the backward pass."""
@@ -167,7 +181,7 @@ class Subject:
         if self.link.rtt_s:
             rate = min(rate, self.connections * self.link.window_of_loss / self.link.rtt_s)
         latency_s = (self.regions - 1) * self.link.rtt_s
-        return course(every(1), 1, layers, SerialLine(rate, latency_s), self.step_s)
+        return course(Rhythm(1), layers, SerialLine(rate, latency_s), self.step_s)
 
 
 def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:

@@ -39,7 +39,7 @@ _CHANGES = (
     "training.resume_from_checkpoint=null",
 )
 
-CODEC_VALUES, OUTER_VALUES = 2_000_000, 4_000_000
+CODEC_VALUES, OUTER_VALUES = 2_000_000, 2_000_000
 REPEAT = 3
 _ROWS = {
     "replace": "land, replace (diloco)",

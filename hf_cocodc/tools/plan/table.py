@@ -9,18 +9,15 @@ from ...auto import warnings_of
 from ...resolve import settings
 from ...settings import OuterConfig
 from ..bench.report import BenchReport, Row
-from ..report.summary import describe
-from .choice import foremost
+from .choice import CHOSEN, foremost
 from .course import Course
-from .flights import MSS, MTU, TRIALS
 from .forecast import Forecast, Subject
 from .money import NONE, Cost, Prices, cost
+from .transfers import LATE, MARGIN, MSS, MTU
 
 _WIDTH = 100
 ROWS = 10
 """Rows of a shortened table, with that of data-parallel training."""
-_NOTABLE = 0.03
-"""How far the utilization of the worst trial must lie below the mean to be worth a line."""
 _NOTES = (
     "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. stale: most inner steps between a "
     "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
@@ -173,13 +170,14 @@ def in_words(
     course = chosen.course
     interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
     lines = [
-        f"settings: {describe(chosen.shown)}",
+        f"settings: {in_script(chosen)}",
         *_link_in_words(subject),
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
         + ("" if subject.steps is None else f" The run takes {duration(_seconds(course, subject))}."),
         *_money_in_words(chosen, subject, prices),
-        *_warnings(chosen, subject.steps),
+        *_margin_in_words(chosen, subject),
+        *(f"warning: {each}" for each in warnings_of(chosen.config, subject.steps)),
         *loss(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
     return _wrapped(lines)
@@ -188,7 +186,7 @@ def in_words(
 def _link_in_words(subject: Subject) -> list[str]:
     """What carries payloads, and the settings that suit it."""
     if not subject.is_group:
-        limit = f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}"
+        limit = f"regions: RegionConfig(connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g})"
         return [f"link: tcp ({subject.why}).", limit]
     encrypted = " With a secret it would be tcp." if subject.recipe.regions.link == "auto" else ""
     return [
@@ -213,14 +211,23 @@ def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[
     return [f"cost: {what}{of}: {words(chosen.course)}. Data-parallel: {words(subject.data_parallel())}."]
 
 
-def _warnings(chosen: Forecast, steps: int | None) -> list[str]:
-    """What the mean hides, and what the settings throw away."""
-    lines = [f"warning: {each}" for each in warnings_of(chosen.config, steps)]
-    if chosen.course.utilization - chosen.worst > _NOTABLE:
-        lines.append(
-            f"losses: which packets get lost is chance. The worst of {TRIALS} trials uses {chosen.worst:.1%} of the time."
-        )
-    return lines
+def _margin_in_words(chosen: Forecast, subject: Subject) -> list[str]:
+    """What a transfer takes, and what hides it; nothing where training waits for each."""
+    course = chosen.course
+    if not course.staleness:
+        return []
+    return [
+        f"margin: the slowest transfer takes {course.slowest_s:.3g} s by itself, {LATE} times as long in the forecast, and "
+        f"training goes on for {course.staleness * subject.step_s:.3g} s meanwhile. The target is reached also if transfers take "
+        f"{MARGIN} times as long."
+    ]
+
+
+def in_script(forecast: Forecast) -> str:
+    """Its settings as a script gives them: an argument for each that the recipe or the plan has chosen."""
+    chosen = {name: forecast.shown[name] for name in CHOSEN if name in forecast.shown}
+    named = {**chosen, **forecast.config.given(), **chosen}
+    return f"OuterConfig({', '.join(f'{name}={value!r}' for name, value in named.items())})"
 
 
 def _steps(count: int) -> str:

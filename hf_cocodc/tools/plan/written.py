@@ -10,18 +10,10 @@ from ...errors import InputError, short
 from ...settings.reading import override_key, read_recipe, yaml_of
 from ...settings.recipe import Recipe
 from ..bench.report import read
-from .flights import MSS, MTU
+from .choice import CHOSEN
 from .forecast import Forecast, Subject
+from .transfers import MSS, MTU
 
-_CHOSEN = (
-    "method",
-    "sync_interval",
-    "num_fragments",
-    "fragment_pattern",
-    "overlap_steps",
-    "codec",
-    "error_feedback",
-)
 _LINK_TITLE = "one mean over a link"
 
 
@@ -46,7 +38,7 @@ def recipe_of(
     given = chosen.config.given()
     kept = {name: getattr(chosen.config, name) for name in outer if name not in given}
     kept = {name: value for name, value in kept.items() if value is not None}
-    shown = {name: chosen.shown[name] for name in _CHOSEN if name in chosen.shown}
+    shown = {name: chosen.shown[name] for name in CHOSEN if name in chosen.shown}
     content["outer"] = {"method": chosen.config.method, **kept, **given, **shown}
     rate_limit = float(f"{subject.limit * 8 / 1e6:.4g}")
     of_tcp = {} if subject.is_group else {"connections": subject.connections, "rate_limit": rate_limit}

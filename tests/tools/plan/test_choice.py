@@ -13,14 +13,14 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.link.backends import expected
 from hf_cocodc.methods import METHODS
 from hf_cocodc.newer import known
-from hf_cocodc.resolve import from_config, lost_steps
+from hf_cocodc.resolve import from_config, lost_steps, settings
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.settings.outer import CODECS
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.plan import choice, table, written
-from hf_cocodc.tools.plan.flights import LinkFigures
 from hf_cocodc.tools.plan.forecast import Subject
 from hf_cocodc.tools.plan.speeds import Speeds
+from hf_cocodc.tools.plan.transfers import MARGIN, LinkFigures
 from hf_cocodc.training.preflight import on_meta
 from hf_cocodc.training.starter import starter
 
@@ -60,6 +60,31 @@ def test_a_setting_is_the_least_that_reaches_the_target() -> None:
     assert 0 < found.course.staleness <= found.course.needs
     less = dataclasses.replace(found.config, overlap_steps=found.shown["overlap_steps"] - 1)
     assert planned.course(less).utilization < 0.9
+
+
+def test_settings_can_be_pasted_and_have_no_warning() -> None:
+    """A longer round is too short for the recipe's momentum: then it is our own. The printed line makes the same settings."""
+    planned = subject(15, "outer.outer_lr=0.7", "outer.outer_momentum=0.9", "training.max_steps=800")
+    found = plan(planned, 0.9, codec="fp32")
+    assert found.shown["sync_interval"] > planned.recipe.outer.sync_interval
+    lines = table.in_words(planned, found, "diloco", 0.9)
+    words = " ".join(lines)
+    assert "warning:" not in words
+    line = words.partition("settings: ")[2].partition(" link: ")[0]
+    assert "outer_lr='auto', outer_momentum='auto'" in line
+    pasted = eval(line, {"OuterConfig": OuterConfig})
+    assert settings(pasted) == settings(found.config)
+
+
+def test_an_overlap_has_a_margin() -> None:
+    """It hides 1.3 times the transfer, and the plan says both figures."""
+    planned = subject(100)
+    found = plan(planned, 0.95, method="streaming", sync_interval=20, codec="fp32")
+    overlap = found.shown["overlap_steps"]
+    assert overlap and planned.course(found.config, MARGIN).utilization >= 0.95
+    words = " ".join(table.in_words(planned, found, "streaming", 0.95)).partition("margin: ")[2]
+    assert f"the slowest transfer takes {found.course.slowest_s:.3g} s by itself" in words
+    assert f"training goes on for {overlap * 0.1:.3g} s meanwhile" in words
 
 
 def test_a_method_that_is_a_round_late_has_the_shortest_round_that_hides() -> None:
@@ -143,7 +168,7 @@ def test_the_link_of_a_cluster_is_planned_as_it_is(
     assert (planned.carrier, table.report(planned, [found], [], 0.5).setting["link"]) == (link, link)
     if link == "tcp":
         assert planned.limit <= 0.9 * 1e10 / 8 and again.rate_limit is not None
-        assert any(line.startswith("regions: connections=") for line in said)
+        assert any(line.startswith("regions: RegionConfig(connections=") for line in said)
     else:
         assert (planned.connections, planned.limit, again.of_tcp) == (1, planned.link.goodput, {})
         assert not any(line.startswith("regions:") for line in said)

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from hf_cocodc.parts.schedules import every, staggered
-from hf_cocodc.tools.plan.course import course
+from hf_cocodc.tools.plan.course import Rhythm, course
 from hf_cocodc.tools.plan.forecast import SerialLine, layered
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -47,16 +46,13 @@ H = 100
 def used(model: str, method: str, rate: float) -> float:
     """Utilization with the paper's assumptions: equal nodes, 16-bit values (fp4: 4), no latency, one serial link."""
     layers, step_s, params = MODELS[model]
-    groups = [range(layers)]
-    schedule, interval = every(H), H
-    if method == "data-parallel":
-        schedule, interval = every(1), 1
-    elif method != "diloco":
+    groups, rhythm = [range(layers)], Rhythm(1 if method == "data-parallel" else H)
+    if method not in ("data-parallel", "diloco"):
         groups = [range(first, layers, layers // 3) for first in range(layers // 3)]
-        schedule = staggered(H, 1 if "overlap" in method else 0)
+        rhythm = Rhythm(H, len(groups), together=False, overlap=1 if "overlap" in method else 0)
     layer_bytes = round(params / layers * (0.5 if "fp4" in method else 2))
     works = layered(groups, layers, layer_bytes, step_s)
-    return course(schedule, interval, works, SerialLine(rate * 1e9 / 8), step_s).utilization
+    return course(rhythm, works, SerialLine(rate * 1e9 / 8), step_s).utilization
 
 
 def needed(model: str, method: str, target: float) -> int:
