@@ -20,7 +20,9 @@ VARIABLES = {
     "HF_COCODC_COORDINATOR": "`HOST:PORT` of `hf-cocodc coordinator`.",
     "HF_COCODC_SECRET": "The secret that regions and coordinator share (`hf-cocodc secret new`). Equal everywhere.",
     "HF_COCODC_RUN": "Name of the run, if two runs at one coordinator would have the same name. Equal in all regions of a run.",
+    "HF_COCODC_SECRET_FILE": "A file with that secret instead.",
     "HF_COCODC_JOIN": "`1`: this process joins or rejoins a run that trains already.",
+    "HF_COCODC_RESUME": "`1`: `trainer.train()` continues from the newest checkpoint that is good everywhere, if any.",
     "HF_COCODC_SPLIT": "Splits one `accelerate launch` when `hf_cocodc` is imported. `machines`: each machine is a region. A "
     "number: so many regions of equal size. Instead of the first three.",
 }
@@ -29,6 +31,7 @@ INTERNAL = {
     "HF_COCODC_COMMAND": "The command that started this process.",
     "HF_COCODC_LAUNCH": "The name of a launch that is split into regions, for its processes and their children.",
     "HF_COCODC_OUTLIVES_COMMAND": "Whether this process trains on when the command ends.",
+    "HF_COCODC_REGIONS_HERE": "How many regions the command has started on this machine.",
     "HF_COCODC_STATUS": "Where a region reports its progress to the command.",
 }
 """What only this package sets."""
@@ -118,8 +121,8 @@ def _environment() -> str:
             "",
             "## Environment variables",
             "",
-            "`hf-cocodc train` sets them for the processes that it starts, from its options. Set them yourself for a script that",
-            "`accelerate launch` or a scheduler starts ([two machines](../start/two-machines.md)).",
+            "`hf-cocodc train` and `launch` set them for the processes that they start, from their options. Set them yourself",
+            "for a script that `accelerate launch` or a scheduler starts ([two machines](../start/two-machines.md)).",
             "",
             *_table("variable", "meaning", [(f"`{name}`", text) for name, text in VARIABLES.items()]),
             "",

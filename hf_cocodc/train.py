@@ -4,6 +4,7 @@ from .settings import quiet_torch
 
 if __name__ == "__main__":
     quiet_torch()  # before torch is imported
-    from .training.train import end, main
+    from .training.region import end
+    from .training.train import main
 
     end(main())

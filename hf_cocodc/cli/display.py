@@ -51,7 +51,7 @@ class Display:
     ) -> None:
         self._regions, self._statuses, self._max_steps = list(regions), list(statuses), max_steps
         self._told: list[dict[str, Any]] = [{} for _ in regions]
-        self._phases, self._shown_phase = [0 for _ in regions], 2  # a command has told of its own
+        self._phases, self._shown_phase = [0 for _ in regions], 1  # a command has told of its own
         self._newest = [0 for _ in regions]
         self._has_said: set[str] = set()
         self._lost: set[int] = set()

@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable("--json", options.json)
     recipe = Recipe.load(options.recipe, options.overrides)
-    part = part_of(recipe, options)
+    part = part_of(recipe.regions, options, name_of(recipe))
+    recipe = dataclasses.replace(recipe, regions=part.regions)
     part.check(may_join=True)
-    if options.wait and (part.region is None or part.recipe.regions.coordinator is None):
+    if options.wait and (part.region is None or part.regions.coordinator is None):
         raise InputError(
             "--wait waits for the doctors of other regions: it needs --region and --coordinator."
         )
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"... {words}", file=sys.stderr, flush=True)
 
     findings = []
-    for each in examine(Patient(part.recipe, part.region, name_of(part.recipe), wait_s), tell):
+    for each in examine(Patient(recipe, part.region, name_of(recipe), wait_s), tell):
         print("\n".join(lines(each)), flush=True)
         findings.append(each)
     write_json(

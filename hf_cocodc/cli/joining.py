@@ -1,15 +1,16 @@
-"""Regions that enter a run while it trains, or come back to it: what `hf-cocodc train --join` checks and says."""
+"""Regions that enter a run while it trains, or come back to it: what `--join` checks and says."""
 
-import argparse
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MeetingError, MeetingRefused, RunOver
 from ..settings import ENV_COORDINATOR
 from ..settings.recipe import Recipe
-from .status import PATIENCE_S, keys_of
+from .part import MachinePart
+from .status import PATIENCE_S, keys_of, running
 
 if TYPE_CHECKING:
     from ..coordinator.caller import CoordinatorConnection
@@ -29,8 +30,8 @@ def refuse_to_join(resume: bool, coordinator: str | None) -> None:
         )
     if coordinator is None:
         raise InputError(
-            f"--join needs the coordinator of the run: pass --coordinator HOST:PORT (or {ENV_COORDINATOR}). A run that "
-            "`hf-cocodc train` started on one machine has printed it."
+            f"--join needs the coordinator of the run: pass --coordinator HOST:PORT (or {ENV_COORDINATOR}). A run that one "
+            "command started on one machine has printed it."
         )
 
 
@@ -45,21 +46,22 @@ class HeldNumber:
         self._connection.close()
 
 
-def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
-    """Claim the lowest number that is free in the recipe's run; wait for the run as long as regions wait for each other.
-    Returns None, and says so, if the run has finished meanwhile.
+def claim_number(part: MachinePart, address: str) -> HeldNumber | None:
+    """Claim the lowest number that is free in a run; wait for the run as long as regions wait for each other. Returns None, and
+    says so, if the run has finished meanwhile.
 
     Raises:
-        InputError: the run has as many regions as it may have.
+        InputError: the run has as many regions as it may have, or it has no name and is not the only one.
         MeetingError: the run does not train; no coordinator answers, or one with another secret.
         RunOver: the run has stopped before its end.
     """
-    name, has_said = name_of(recipe), False
-    keys = keys_of(address, recipe.regions.secret_file)
-    deadline = time.monotonic() + recipe.regions.start_timeout_s
+    has_said = False
+    keys = keys_of(address, part.regions.secret_file)
+    deadline = time.monotonic() + part.regions.start_timeout_s
     while True:
-        finished = over(run_at(recipe, address, keys), join=True)  # it waits for the coordinator
-        held = None if finished is not None else _claim(address, name, keys)
+        state = run_at(part, address, keys)  # it waits for the coordinator
+        finished, name = over(state, join=True), part.name if state is None else state["name"]
+        held = None if finished is not None or name is None else _claim(address, name, keys)
         if held is not None:
             return held
         if finished is not None:
@@ -67,12 +69,12 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
             return None
         if time.monotonic() > deadline:
             raise MeetingError(
-                f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
+                f"no region of {_named(name)} trains at {address}: there is nothing to join. Start the run without --join (with "
                 "--resume if it has trained before), or correct the name of the run (--run). A run without regions.min or "
                 "regions.on_loss=continue cannot be joined."
             )
         if not has_said:
-            print(f"waiting for run {name!r} at {address}", flush=True)
+            print(f"waiting for {_named(name)} at {address}", flush=True)
             has_said = True
         time.sleep(min(AGAIN_S, max(deadline - time.monotonic(), 0)))
 
@@ -103,14 +105,21 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
     return None
 
 
-def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
-    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Waits for a coordinator that
-    is not there yet as long as regions wait for each other, and says so. Raises MeetingError if none answers, or one with another
-    secret.
+def _named(name: str | None) -> str:
+    return "a run" if name is None else f"run {name!r}"
+
+
+def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, Any] | None:
+    """The run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Waits for a coordinator that is not
+    there yet as long as regions wait for each other, and says so. A run without a name is the only one there.
+
+    Raises:
+        InputError: a region is to join a run without a name, and there are several.
+        MeetingError: no coordinator answers, or one with another secret.
     """
     from ..coordinator.client import status
 
-    wait_s, began = recipe.regions.start_timeout_s, time.monotonic()
+    wait_s, began = part.regions.start_timeout_s, time.monotonic()
     says_at = began + FIRST_S
 
     def look() -> None:
@@ -127,7 +136,13 @@ def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] 
     while True:
         left_s = wait_s - (time.monotonic() - began)
         try:
-            return next(iter(status(address, keys, name_of(recipe), max(left_s, 0.0), look)), None)
+            found = status(address, keys, part.name, max(left_s, 0.0), look)
+            if len(found) > 1 and part.join:
+                names = ", ".join(each["name"] for each in found)
+                raise InputError(
+                    f"the coordinator at {address} has several runs ({names}). Name the one to join: --run NAME."
+                )
+            return found[0] if len(found) == 1 else None
         except MeetingRefused:
             raise
         except MeetingError:  # it may have ended while it was asked
@@ -157,19 +172,21 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
     return None
 
 
-def has_missed_the_end(state: dict[str, Any] | None, region: int, max_steps: int) -> str | None:
-    """What a region hears that was lost before its run has finished, with all `max_steps` that it would make; None for another
-    region, and if the run is to make more steps.
+def has_missed_the_end(state: dict[str, Any] | None, region: int, max_steps: int | None) -> str | None:
+    """What a region hears that was lost before its run has finished, with all `max_steps` that it would make (None: no more);
+    None for another region, and if the run is to make more steps.
     """
     finished = over(state, join=False)
-    if finished is None or state is None or not 0 < max_steps <= state["ended"]["step"]:
+    if finished is None or state is None:
+        return None
+    if max_steps is not None and not 0 < max_steps <= state["ended"]["step"]:
         return None
     if region not in {each["region"] for each in state["lost"]}:
         return None
     return (
         f"{finished.partition(':')[0]} without region {region}, which was lost. The others have the model"
         + (f", at {state['ended']['place']}" if state["ended"]["place"] else "")
-        + ". For more steps, raise training.max_steps and start all regions with --resume."
+        + ". For more steps, raise max_steps and start all regions with --resume."
     )
 
 
@@ -183,7 +200,7 @@ def trains(state: dict[str, Any] | None, region: int) -> bool:
         if member["region"] == region:
             print(
                 f"region {region} is in run {state['name']!r} already, as a process at {member['address']}. If that has died, "
-                "the others will notice it. If it lives, end it, or join as another region (hf-cocodc train --join takes a free "
+                "the others will notice it. If it lives, end it, or join as another region (--join without --region takes a free "
                 "number). This command loads the model, and then tries to join.",
                 flush=True,
             )
@@ -197,14 +214,29 @@ def name_of(recipe: Recipe) -> str:
     return recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
 
 
-def way_back(options: argparse.Namespace, region: int, address: str | None) -> str:
-    """The command that brings a lost region back."""
-    words = ["hf-cocodc", "train", options.recipe]
-    words += [word for override in options.overrides for word in ("--set", override)]
-    words += ["--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
-    for flag, given in (("--run", options.run_name), ("--secret-file", options.secret_file)):
+def way_back(
+    command: Sequence[str], program: Sequence[str], region: int, address: str | None, part: MachinePart
+) -> str:
+    """The command that brings a lost region back: what it trains before its options, and `program` behind them."""
+    words = [*command, "--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
+    for flag, given in (("--run", part.regions.run), ("--secret-file", part.regions.secret_file)):
         words += [] if given is None else [flag, given]
-    return shlex.join([*words, *(["--", *options.launcher] if options.launcher else [])])
+    return shlex.join([*words, *program])
+
+
+def free_number(part: MachinePart, address: str) -> int:
+    """The lowest number that no process of a run has; it is not claimed. Raises InputError if the run does not train, or has as
+    many regions as it may have.
+    """
+    [state] = running(address, keys_of(address, part.regions.secret_file), part.name)
+    taken = [each["region"] for each in (*state["members"], *state["newcomers"])]
+    free = [each for each in range(state["most"]) if each not in taken]
+    if not free:
+        raise InputError(
+            f"run {state['name']!r} has as many regions as it may have (regions.max={state['most']}). Start this one again when "
+            "another has left, or raise regions.max when you start the run anew."
+        )
+    return free[0]
 
 
 def loss_in_words(lost: Any) -> str:

@@ -17,6 +17,7 @@ from . import (
     completion,
     coordinator,
     doctor,
+    launch,
     leave,
     plan,
     recipe,
@@ -27,12 +28,14 @@ from . import (
     train,
 )
 from .checks import STDOUT
+from .supervising import Interrupted
 
 COMMANDS = (
     recipe,
     plan,
     doctor,
     train,
+    launch,
     simulate,
     coordinator,
     secret,
@@ -94,17 +97,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command and its options; the arguments after the first -- become `launcher`. argparse itself accepts -- only
-    directly after the recipe, not after options that follow it.
+    """Parse the command and its options. Of what follows, `launcher` gets the arguments for accelerate launch, after the first
+    --, and `program` the script of `launch` with its arguments. argparse itself accepts -- only directly after the recipe.
     """
-    dashes = argv.index("--") if "--" in argv else len(argv)
-    options, unknown = parser().parse_known_args(argv[:dashes])
+    made = parser()
+    cut = launch.program_at(argv) if argv[:1] == ["launch"] else len(argv)
+    dashes = argv.index("--") if "--" in argv[:cut] else cut
+    options, unknown = made.parse_known_args(argv[:dashes])
     if unknown:
         options.parser.error(_split_override(argv[:dashes]) or f"unrecognized arguments: {' '.join(unknown)}")
-    options.launcher = list(argv[dashes + 1 :])
-    if options.launcher and options.run not in (train.run, plan.run):
+    options.launcher, options.program = list(argv[dashes + 1 : cut]), list(argv[cut:])
+    if options.run is launch.run and options.launcher[-1:] == ["--"]:
+        options.launcher.pop()
+    if options.launcher and options.run not in (train.run, plan.run, launch.run):
         options.parser.error(
-            "only hf-cocodc train and plan take arguments after --, because only they start accelerate launch. Remove them."
+            "only hf-cocodc train, launch and plan take arguments after --, because only they start accelerate launch. Remove "
+            "them."
         )
     return options
 
@@ -146,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             _give_up(stream)
         return 1
-    except train.Interrupted as interrupted:
+    except Interrupted as interrupted:
         return interrupted.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
         check("--rate-mbit", options.rate_mbit, 1e-3)
     recipe = recipe_of(options, overrides)
     from ..training.preflight import preflight  # torch takes seconds to import
+    from ..training.region import end
     from ..training.simulation import VirtualLink, simulate, simulated_dir
-    from ..training.train import end
 
     preflight(recipe, recipe.regions.count or 1)
     link = None

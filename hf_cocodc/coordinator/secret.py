@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..errors import InputError, expanded, shown
 from ..net.keys import SECRET_BYTES, Keys
-from ..settings import ENV_SECRET, RegionConfig
+from ..settings import ENV_SECRET, ENV_SECRET_FILE, RegionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ _WAY_OUT = "Make one with `hf-cocodc secret new FILE`, and give every region and
 
 
 def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Keys | None:
-    """The keys of the secret in `regions.secret_file` or in the environment; None if there is none.
+    """The keys of the secret in `regions.secret_file` or in the environment (itself, or its file); None if there is none.
 
     Raises:
         InputError: the file cannot be read, what is given is no secret, or the two differ.
@@ -24,8 +24,9 @@ def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Ke
     env = os.environ if env is None else env
     from_environment = env.get(ENV_SECRET)
     secrets = {} if from_environment is None else {ENV_SECRET: from_environment.strip()}
-    if regions.secret_file is not None:
-        secrets[f"regions.secret_file={shown(regions.secret_file)}"] = _read(regions.secret_file)
+    file = regions.secret_file or env.get(ENV_SECRET_FILE)
+    if file is not None:
+        secrets[f"regions.secret_file={shown(file)}"] = _read(file)
     keys = None
     for where, secret in secrets.items():
         try:

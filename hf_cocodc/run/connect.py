@@ -196,6 +196,7 @@ def connect(
     regions = regions.resolved()
     count = regions.count
     assert count is not None
+    tell(rules={name: getattr(regions, name) for name in ("on_loss", "when_one_ends", "timeout_s")})
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     sharded = accelerator.distributed_type is DistributedType.FSDP
     lane, num_lanes = lanes_of(accelerator, model, stage)

@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable that says which GPUs a process may use; "" hides all."""
 
@@ -14,6 +12,8 @@ T = TypeVar("T")
 
 def visible() -> list[str]:
     """The GPUs that this process may use, by their names in `VISIBLE`. Does not start CUDA."""
+    import torch
+
     count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
     # names behind the first that is none do not count: CUDA ignores them, too
     return [str(index) for index in range(count)] if given is None else given.split(",")[:count]

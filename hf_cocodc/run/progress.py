@@ -3,8 +3,9 @@
 The command has no other source. It hears, beside `doing`: `step` (the inner step; not before the region takes part), `max_steps`
 (0 if unknown), `steps_made`, `trained_s` and `blocked_s` (in this process), `stepped_at` (seconds since the epoch), `awaits` (the
 region for which a transfer waits), `loss` (the last one, None if unknown), `landed` (inner step of the last landing), `saved_at`
-(of the newest checkpoint here), `saved_everywhere`, `folder` (where the region writes; None without a journal), `members` and
-`epoch` (of runs whose regions come and go). Trainer adds `tokens_per_step`, if it knows them.
+(of the newest checkpoint here), `saved_everywhere`, `folder` (where the region writes; None without a journal), `has_stopped`
+(with all others), `rules` (of the run: fields of RegionConfig), `members` and `epoch` (of runs whose regions come and go).
+Trainer adds `tokens_per_step`, if it knows them.
 """
 
 import logging
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import short
-from ..status import ENV_STATUS, is_heard, say, tell
+from ..status import ENV_STATUS, LEFT, is_heard, say, tell
 
 if TYPE_CHECKING:
     from .training import Training
@@ -90,7 +91,9 @@ class Progress:
         self._ended_at = time.time()
         if self._thread.ident is not None:
             self._thread.join()
-            self._tell("running the rest of the script")
+            verdict = self._training.endings.verdict
+            doing = LEFT if verdict == "leave" else "running the rest of the script"
+            self._tell(doing, has_stopped=verdict == "stop")
 
     def summarize(self) -> None:
         """After the end of a run that has finished, one region says what a command would say of it, if there is none."""

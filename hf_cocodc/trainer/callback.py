@@ -31,6 +31,7 @@ from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
+from ..status import tell
 from .attaching import find_trainer, refuse, refuse_finished, settle, wrap_class
 from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told
 from .best import Best
@@ -341,9 +342,10 @@ class CoCoDCCallback(TrainerCallback):
         self._best.forget()
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
             torch.manual_seed(self._seed)
+        folder = Path(trainer.args.output_dir or ".")
+        tell(folder=str(folder.absolute()))
         self._link = self._meet(trainer)
         try:
-            folder = Path(trainer.args.output_dir or ".")
             self._base = base_for(self._link, trainer)
             if self._base is not None:
                 start = Start(self._base.folder, self._base.run)

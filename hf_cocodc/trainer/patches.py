@@ -8,6 +8,7 @@ with the installed Transformers.
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ..link.process_state import random_state_kept
 from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
+from ..settings import ENV_RESUME
 from ..snapshot.folders import PREFIX, make_room, point, rotate, step_of
 from ..snapshot.manifest import saving
 from ..status import during
@@ -86,6 +88,7 @@ class Patches:
 
     def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
+        resume_from_checkpoint = resume_from_checkpoint or os.environ.get(ENV_RESUME) == "1"
         given = inspect.signature(train).bind(resume_from_checkpoint, *args, **kwargs).arguments
         self._best.ignore_keys = given.get("ignore_keys_for_eval")
         lock = region_lock(Path(self._trainer.args.output_dir or "."))

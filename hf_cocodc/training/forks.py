@@ -1,175 +1,109 @@
-"""Processes forked from this one. They need not import again what takes seconds to import.
-
-This process may only have imported the libraries: whatever they start when they are used (threads, caches, connections) is of no
-use behind a fork.
-"""
-
-from __future__ import annotations
+"""Processes that begin with the libraries of a region loaded: children of multiprocessing's fork server."""
 
 import atexit
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import traceback
-import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from types import ModuleType
 
-from ..errors import CocodcError, InputError
+from ..errors import CocodcError
+from .region import end
 
-T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end: Ctrl-C, a scheduler, a terminal that is closed."""
 
 
-def load_libraries() -> None:
-    """Import what every region imports."""
-    import accelerate  # noqa: F401
-    import datasets  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer  # noqa: F401
-
-    from ..trainer import callback  # noqa: F401
-
-
-def call(function: Callable[[], T]) -> T:
-    """What `function` returns or raises, in a process of its own: what it loads and starts ends with it.
-
-    Raises:
-        CocodcError, OSError: what the function has raised.
-        RuntimeError: the function has raised another error; its text is the traceback.
-        InputError: the process was killed.
-    """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-
-    def answer() -> None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches this process, too, and the other one ends it
-        outcome: tuple[Any, Exception | None]
-        try:
-            outcome = function(), None
-        except (CocodcError, OSError) as error:
-            outcome = None, error
-        except Exception:
-            outcome = None, RuntimeError(traceback.format_exc())
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-            sender.send(outcome)
-
-    pid = _fork(answer)
-    sender.close()
+def load_ahead() -> None:
+    """Let the server begin to import the libraries, beside this process."""
+    forkserver.set_forkserver_preload([f"{__package__}.libraries"])
+    # the server lives as long as a process of its own does: what a terminal or Slurm sends to all is not for it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        result, error = receiver.recv()
-    except EOFError:
-        result, error = None, None
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+        forkserver.ensure_running()
     finally:
-        receiver.close()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if error is not None:
-        raise error
-    if code < 0:
-        raise InputError(
-            f"the process that checked the recipe was killed (exit code {code}), before any region was started. If this machine "
-            "has too little memory, take a smaller model."
-        )
-    if code:
-        raise RuntimeError(f"the process that checked the recipe has ended with exit code {code}")
-    return result
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a region needs: its whole environment, the file for what it prints, and the arguments of `hf_cocodc.train`."""
+
+    env: Mapping[str, str]
+    log: str
+    arguments: Sequence[str]
 
 
 class Fork:
-    """A process that waits until it is told to `begin`, and then runs `work` on what it is given; else like `subprocess.Popen`.
-
-    It ends if nobody can tell it any more. It has a process group of its own.
+    """A process that trains one region of a recipe, as `python -m hf_cocodc.train` does; else like `subprocess.Popen`. It has a
+    process group of its own.
     """
 
-    def __init__(self, work: Callable[[Any], None]) -> None:
-        receiver, self._sender = multiprocessing.Pipe(duplex=False)
+    def __init__(self, job: Job) -> None:
+        load_ahead()
+        self._process = multiprocessing.get_context("forkserver").Process(target=_live, args=(job,))
+        try:
+            with _without_main():
+                self._process.start()
+        except (EOFError, OSError) as error:
+            raise CocodcError(
+                "the process that loads the libraries for all regions here was killed. Has this machine too little memory?"
+            ) from error
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
-        def wait() -> None:
-            os.setsid()
-            self._sender.close()
-            try:
-                job = receiver.recv()
-            except EOFError:
-                return
-            receiver.close()
-            try:
-                work(job)
-            finally:  # as at the end of any Python process
-                threading._shutdown()  # type: ignore[attr-defined]
-                atexit._run_exitfuncs()
-
-        self.pid = _fork(wait)
-        self.returncode: int | None = None
-        receiver.close()
-
-    def begin(self, job: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed: `poll` tells of it
-            self._sender.send(job)
-        self._sender.close()
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
+        return self.returncode
 
     def wait(self) -> int | None:
-        return self._reap(0)
-
-    def _reap(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        self._process.join()
         return self.returncode
 
 
-def _fork(run: Callable[[], None]) -> int:
-    """The number of a new process, which ends after `run`, or with a traceback. It handles signals as any new process does."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if (
-        signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
-    ):  # as some supervisors leave it: exit codes would be lost
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Inside the block, multiprocessing finds no main module that a child would import once more."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
-        with warnings.catch_warnings():
-            # libraries have threads of their own, which know of forks
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            for number in SIGNALS:
-                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
-                    signal.signal(number, usual)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            gc.freeze()  # the collector would copy the pages that the processes share
-            _draw_anew()
-            run()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(code)
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sys.modules["__main__"] = main
+
+
+def _live(job: Job) -> None:
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _draw_anew()
+    # a number of the command's, not the user's: OpenMP has read the user's when it was loaded
+    threads, loaded_with = (each.get("OMP_NUM_THREADS", "") for each in (job.env, os.environ))
+    os.environ.clear()
+    os.environ.update(job.env)
+    sys.argv = ["hf_cocodc.train", *job.arguments]
+    sys.path.insert(0, os.getcwd())
+    with open(os.devnull, "rb") as nothing, open(job.log, "ab") as log:
+        os.dup2(nothing.fileno(), 0)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    import torch
+
+    from .train import main
+
+    if threads != loaded_with:
+        torch.set_num_threads(int(threads))
+    try:
+        end(main(job.arguments))
+    finally:  # multiprocessing leaves out what ends any other Python process
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _draw_anew() -> None:

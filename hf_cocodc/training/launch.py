@@ -1,8 +1,8 @@
-"""Start the regions of a recipe on this machine, and wait until they end.
+"""Start the regions of a recipe or a script on this machine, and wait until they end.
 
-A region on CPUs is one process, forked from this one. With GPUs, or with arguments for it, each has an `accelerate launch`. If
-there are fewer GPUs than regions, the regions share them. A region ends when the command that started all regions is gone, so
-that no process trains unwatched.
+A region on CPUs is one process. With GPUs, or with arguments for it, each has an `accelerate launch`. If there are fewer GPUs
+than regions, the regions share them. A region ends when the command that started all regions is gone, so that no process trains
+unwatched.
 """
 
 import atexit
@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -26,13 +26,10 @@ from ..errors import RunStopped
 from ..run.gpus import VISIBLE, shares, sharing, visible
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
-from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
-from ..settings.recipe import Recipe
+from ..settings import ENV_REGION, ENV_REGIONS, RegionConfig
 from ..status import ENV_STATUS, LEFT, heard
-from .building import output_dir
-from .command import ENV_COMMAND, ENV_OUTLIVES
-from .forks import Fork
-from .train import Job, train_forked
+from .forks import Fork, Job
+from .region import ENV_COMMAND, ENV_HERE, ENV_OUTLIVES
 
 _ON_CPUS = {
     "ACCELERATE_USE_CPU": "True",
@@ -62,8 +59,20 @@ class RegionProcess:
     is_rank: bool = False
 
     @property
-    def journal(self) -> Path:
-        return self.folder / "cocodc" / "journal.jsonl"
+    def told(self) -> dict[str, Any]:
+        """What the region has told last (`status.tell`)."""
+        return heard(self.status)
+
+    @property
+    def home(self) -> Path:
+        """Where it writes its journal and its model: beside its log, or where a script says."""
+        return Path(self.told.get("folder") or self.folder)
+
+    @property
+    def rules(self) -> RegionConfig | None:
+        """What the region has said of its run; None before it has met the others."""
+        told = self.told.get("rules")
+        return None if told is None else RegionConfig(**told)
 
     def last_lines(self, count: int) -> list[str]:
         """The last lines that the region printed."""
@@ -72,28 +81,28 @@ class RegionProcess:
 
     def error(self) -> tuple[str, int] | None:
         """The error that ended the region and its exit code; None if the region told of no error."""
-        status = heard(self.status)
-        return (status["error"], status["exit_code"]) if "error" in status else None
+        told = self.told
+        return (told["error"], told["exit_code"]) if "error" in told else None
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it has stopped with a checkpoint. A launcher has another exit code than its ranks."""
-        return (self.error() or ("", 0))[1] == RunStopped.exit_code
+        """Whether it has stopped with a checkpoint. Exit codes do not tell: launchers and scripts have their own."""
+        return self.told.get("has_stopped", False) or (self.error() or ("", 0))[1] == RunStopped.exit_code
 
     @property
     def has_left(self) -> bool:
         """Whether it has left in good order, while others train on."""
-        return heard(self.status).get("doing") == LEFT
+        return self.told.get("doing") == LEFT
 
     @property
     def too_late(self) -> str:
         """How its run has finished without it, in a sentence; empty if it has not."""
-        return str(heard(self.status).get("over", ""))
+        return str(self.told.get("over", ""))
 
     @property
     def step(self) -> int | None:
         """The inner step that the region has told last; None before its training."""
-        return heard(self.status).get("step")
+        return self.told.get("step")
 
     @property
     def has_trained(self) -> bool:
@@ -118,8 +127,12 @@ class RegionProcess:
 
     def end(self, sig: signal.Signals) -> None:
         """Signal its process and all that it has started: together they form a process group."""
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(self.process.pid, sig)
+        except ProcessLookupError:
+            with contextlib.suppress(ProcessLookupError):
+                if self.process.poll() is None:  # it has yet to make its group
+                    os.kill(self.process.pid, sig)
 
 
 def machine_of(launcher_args: Sequence[str]) -> int:
@@ -164,101 +177,98 @@ def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[Callable[
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a command lets its regions run.
+
+    Attributes:
+        words: what follows the interpreter: "-m", a module of ours and its arguments.
+        launcher: arguments for the accelerate launch of a region; with none, we choose them.
+        folder: where each region has a folder for its log.
+        use_cpu: it trains on the CPU, whatever this machine has.
+    """
+
+    words: Sequence[str]
+    launcher: Sequence[str]
+    folder: Path
+    use_cpu: bool = False
+
+    @property
+    def may_be_forked(self) -> bool:
+        """Whether its libraries may be loaded ahead. A script may have settings for them, which it makes before it loads them."""
+        return list(self.words[:2]) == OF_RECIPES and not self.launcher
+
+    def folder_of(self, region: int) -> Path:
+        return self.folder / f"region-{region}"
+
+
+OF_RECIPES = ["-m", "hf_cocodc.train"]
+"""What runs a recipe."""
+
+
+@dataclass(frozen=True)
 class Launch:
-    """How a region is started: the folder where it writes, what its environment adds to ours, and its command."""
+    """How a region is started: the folder for its log, what its environment adds to ours, and its command."""
 
     region: int
     folder: Path
     env: dict[str, str]
     command: list[str]
+    is_rank: bool
 
 
-def launches(
-    recipe: Recipe,
-    recipe_path: str,
-    overrides: Sequence[str],
-    regions: Sequence[int],
-    coordinator: str | None,
-    launcher_args: Sequence[str] = (),
-) -> list[Launch]:
-    """How each of `regions` is started here."""
-    gpus = _gpus(recipe)
+def launches(program: Program, regions: Sequence[int], count: int, env: Mapping[str, str]) -> list[Launch]:
+    """How each of `regions` is started here, in a run of `count`; `env` is the same for all."""
+    gpus = _gpus(program)
     planned = []
     for place, region in enumerate(regions):
-        env = {
-            ENV_REGION: str(region),
-            ENV_REGIONS: str(recipe.regions.count or 1),
-            **({} if coordinator is None else {ENV_COORDINATOR: coordinator}),
-        }
+        own_env = {ENV_REGION: str(region), ENV_REGIONS: str(count), ENV_HERE: str(len(regions)), **env}
         command = [sys.executable]
-        if launcher_args:
-            command += [*_LAUNCHER, *launcher_args]
+        if program.launcher:
+            command += [*_LAUNCHER, *program.launcher]
         elif gpus:
             own = shares(gpus, len(regions))[place]
-            env[VISIBLE] = ",".join(own)
+            own_env[VISIBLE] = ",".join(own)
             command += [*_LAUNCHER, *_launcher_arguments(len(own))]
         else:
-            env |= _ON_CPUS
-            if recipe.training.get("use_cpu"):
-                env[VISIBLE] = ""  # a loader that pins memory would start CUDA
+            own_env |= _ON_CPUS
+            if program.use_cpu:
+                own_env[VISIBLE] = ""  # a loader that pins memory would start CUDA
             if "OMP_NUM_THREADS" not in os.environ:
-                env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(regions)))
-        command += ["-m", "hf_cocodc.train", recipe_path]
-        command += [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
-        planned.append(Launch(region, output_dir(recipe) / f"region-{region}", env, command))
+                own_env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(regions)))
+        is_rank = not program.launcher and not gpus
+        command += program.words
+        planned.append(Launch(region, program.folder_of(region), own_env, command, is_rank))
     return planned
 
 
-def _gpus(recipe: Recipe) -> list[str]:
-    """The GPUs here for the regions of a recipe. With use_cpu there are none, and CUDA is not asked: regions may be forks."""
+def _gpus(program: Program) -> list[str]:
+    """The GPUs here for the regions of a program."""
+    if program.use_cpu:
+        return []
     import torch
 
-    return [] if recipe.training.get("use_cpu") or not torch.cuda.is_available() else visible()
+    return visible() if torch.cuda.is_available() else []
 
 
-def _has_launcher(recipe: Recipe, arguments: Sequence[str]) -> bool:
-    """Whether regions here have an `accelerate launch`: without GPUs and arguments there is nothing for it to do."""
-    return bool(arguments or _gpus(recipe))
-
-
-def sharing_here(recipe: Recipe, regions: int, launcher_args: Sequence[str]) -> str | None:
+def sharing_here(program: Program, regions: int) -> str | None:
     """A sentence, if that many regions share the GPUs of this machine. Arguments for it leave the GPUs to the launcher."""
-    return None if launcher_args else sharing(len(_gpus(recipe)), regions)
-
-
-def fork_ahead(recipe: Recipe, regions: int, launcher_args: Sequence[str]) -> list[Fork]:
-    """Processes for `start`, which wait for it; none if regions have a launcher. To be called before this one holds anything."""
-    return [] if _has_launcher(recipe, launcher_args) else [Fork(train_forked) for _ in range(regions)]
+    return None if program.launcher else sharing(len(_gpus(program)), regions)
 
 
 def start(
-    recipe: Recipe,
-    recipe_path: str,
-    overrides: Sequence[str],
-    regions: Sequence[int],
-    coordinator: str | None,
-    launcher_args: Sequence[str] = (),
-    resume: bool = False,
-    outlive_us: bool = False,
-    machine: int = 0,
-    forked: Sequence[Fork] = (),
+    program: Program, planned: Sequence[Launch], continues: bool, outlive_us: bool = False, machine: int = 0
 ) -> list[RegionProcess]:
-    """Start what `launches` describes. The output of each region goes to `region-{r}/log.txt`.
+    """Start what `launches` has planned. The output of each region goes to `region-{r}/log.txt`.
 
-    `forked`: processes of `fork_ahead`, one for each region; without them, new ones are started.
-
-    A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
-    regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
+    With `continues`, a region continues its log; otherwise an earlier log gets another name (log.1.txt). The regions end when
+    this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
-    planned = launches(recipe, recipe_path, overrides, regions, coordinator, launcher_args)
-    is_rank = not _has_launcher(recipe, launcher_args)
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
     atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []
     with contextlib.ExitStack() as unless_all_start:
         unless_all_start.callback(stop, started)
-        processes: Sequence[Fork | None] = forked or [None] * len(planned)
-        for each, waiting in zip(planned, processes, strict=True):
+        for each in planned:
             each.folder.mkdir(parents=True, exist_ok=True)
             status = statuses / f"region-{each.region}.json"
             env = {
@@ -268,10 +278,12 @@ def start(
                 ENV_COMMAND: str(os.getpid()),
                 ENV_OUTLIVES: str(int(outlive_us)),
             }
-            log = _open_log(each.folder / f"{log_name(machine)}.txt", resume or bool(recipe.regions.join))
+            log = _open_log(each.folder / f"{log_name(machine)}.txt", continues)
             log_begins_at = log.tell()
             process: Fork | subprocess.Popen
-            if waiting is None:
+            if each.is_rank and program.may_be_forked:
+                process = Fork(Job(env, log.name, each.command[3:]))
+            else:
                 process = subprocess.Popen(
                     each.command,
                     env=env,
@@ -280,10 +292,9 @@ def start(
                     stderr=log,
                     start_new_session=True,
                 )
-            else:
-                process = waiting
-                waiting.begin(Job(env, log.name, each.command[3:]))
-            region = RegionProcess(each.region, each.folder, process, log, log_begins_at, status, is_rank)
+            region = RegionProcess(
+                each.region, each.folder, process, log, log_begins_at, status, each.is_rank
+            )
             started.append(region)
         unless_all_start.pop_all()
     return started
@@ -305,19 +316,24 @@ def _launcher_arguments(gpus: int) -> list[str]:
     ]
 
 
+def rules_of(processes: Sequence[RegionProcess]) -> RegionConfig:
+    """What the regions have said of their run; the defaults before one has met the others."""
+    rules = [each.rules for each in processes]
+    return next((each for each in rules if each is not None), RegionConfig())
+
+
 def watch(
     processes: Sequence[RegionProcess],
     show: Callable[[], None],
-    timeout_s: float,
-    lose: Callable[[RegionProcess], None] | None = None,
+    lose: Callable[[RegionProcess], None] = lambda lost: None,
     tell: Callable[[RegionProcess, float], None] = lambda failed, left_s: None,
 ) -> list[RegionProcess]:
     """Wait for all regions and call `show` meanwhile; return the regions that failed, in the order in which they did.
 
     After a failure the others train up to the transfer in which they notice it. Once none makes a step, they have time to notice
-    it (`timeout_s`) and to save, before they are ended. If they can go on without a lost region, `lose` is called with it. Before
-    they train they cannot: they wait for all. If they then have not ended after a while, `tell` is called with the first that
-    failed, and the seconds without a step after which they are ended.
+    it (`regions.timeout_s`) and to save, before they are ended. If they can go on without a lost region, `lose` is called with
+    it. Before they train they cannot: they wait for all. If they then have not ended after a while, `tell` is called with the
+    first that failed, and the seconds without a step after which they are ended.
     """
     failed: list[RegionProcess] = []
     lost: list[RegionProcess] = []
@@ -331,7 +347,8 @@ def watch(
         if len(ended) == len(processes):
             break
         others = [each for each in processes if each not in failed]
-        if lose is not None and any(each.has_trained for each in others):
+        rules = rules_of(processes) if failed else RegionConfig()
+        if rules.elastic and any(each.has_trained for each in others):
             for each in failed:
                 if each not in lost:
                     each.end(signal.SIGKILL)  # what a launcher that was killed has left
@@ -340,7 +357,7 @@ def watch(
             deadline = math.inf
         elif failed:
             now, before, steps = time.monotonic(), steps, [each.step for each in others]
-            deadline = min(deadline if steps == before else math.inf, now + timeout_s + GRACE_S)
+            deadline = min(deadline if steps == before else math.inf, now + rules.timeout_s + GRACE_S)
             if say_at is None:
                 say_at = now + _SAY_AFTER_S
             if say_at <= now:

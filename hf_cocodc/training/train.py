@@ -4,21 +4,15 @@ import argparse
 import contextlib
 import logging
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import CocodcError, InputError, RunFinished, RunLeft
 from ..run.lock import hold, region_lock
-from ..settings import ENV_REGION
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
-from ..snapshot.manifest import FULL
-from ..status import LEFT, TOO_LATE, tell
+from ..status import tell
 from . import building
-from .command import end_with_command
 from .preflight import check, preflight
+from .region import ENV_HERE, live
 
 
 def run(recipe: Recipe, link: Any = None) -> Any:
@@ -114,76 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
-    end_with_command()
-    with contextlib.suppress(OSError):  # the name in lists of processes
-        Path("/proc/self/comm").write_text(f"region-{os.environ.get(ENV_REGION, '0')}")
-    try:
+
+    def train() -> None:
         recipe = Recipe.load(options.recipe, options.overrides)
         tell("checking the recipe")
-        preflight(recipe)
+        preflight(recipe, int(os.environ.get(ENV_HERE, "1")))
         run(recipe)
-        return 0
-    except RunLeft as left:
-        tell(LEFT)
-        sys.stderr.write(f"{left}\n")
-        return left.exit_code
-    except RunFinished as late:
-        tell(TOO_LATE, over=str(late))
-        sys.stderr.write(f"{late}\n")
-        return late.exit_code
-    except CocodcError as error:
-        return _report(error)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        return _report(
-            InputError(f"the disk refuses: {error}. Make room or change training.output_dir, then resume.")
-        )
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        return 130
 
-
-@dataclass(frozen=True)
-class Job:
-    """What `train_forked` needs: the whole environment, the file for what the region prints, and the arguments of `main`."""
-
-    env: Mapping[str, str]
-    log: str
-    arguments: Sequence[str]
-
-
-def train_forked(job: Job) -> None:
-    """Train one region in a forked process, as `python -m hf_cocodc.train` does in a new one."""
-    import torch
-
-    # a number of the command's, not the user's: OpenMP has read the user's when it was loaded
-    threads, loaded_with = (each.get("OMP_NUM_THREADS", "") for each in (job.env, os.environ))
-    os.environ.clear()
-    os.environ.update(job.env)
-    sys.argv = ["hf_cocodc.train", *job.arguments]
-    sys.path.insert(0, os.getcwd())
-    with open(os.devnull, "rb") as nothing, open(job.log, "ab") as log:
-        os.dup2(nothing.fileno(), 0)
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    if threads != loaded_with:
-        torch.set_num_threads(int(threads))
-    end(main(job.arguments))
-
-
-def _report(error: CocodcError) -> int:
-    """Report the error where people look, even if the log is on a disk that is full; returns its exit code."""
-    tell("has ended with an error", error=str(error), exit_code=error.exit_code)
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"error: {error}\n")
-    return error.exit_code
-
-
-def end(code: int) -> None:
-    """End the process; after an error, at once: a broken gloo group would delay the exit until its operations time out."""
-    if code:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
+    return live(train)

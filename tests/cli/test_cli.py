@@ -19,6 +19,7 @@ from hf_cocodc.errors import CocodcError, InputError
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.outer import CODECS
 from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.training.launch import Program
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
 ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
@@ -106,6 +107,7 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
                 "regions.count=1000",
                 "--set",
                 "model.config.intermediate_size=10000000",
+                "--dry-run",
             ],
             "of 1000 region(s) on this machine",
         ),
@@ -350,7 +352,7 @@ def test_what_cannot_work_is_said_without_a_warning_about_a_single_region(
 ) -> None:
     """Nothing tells of other regions here; but a run that does not begin does not train alone either."""
     settings.warn_alone.cache_clear()
-    words = ["--set", "regions.count=null", "--set", "training.optim=nonsense"]
+    words = ["--set", "regions.count=null", "--set", "outer.codec=nonsense"]
     assert main(["train", str(RECIPES / "diloco.yaml"), *words]) == 2
     assert "nonsense" in capsys.readouterr().err
     assert not caplog.records
@@ -360,8 +362,8 @@ def test_an_ipv6_address_reaches_the_regions(monkeypatch: pytest.MonkeyPatch) ->
     """As text: in YAML it would be the beginning of a list."""
     given: list[str] = []
 
-    def start(recipe: Recipe, path: str, overrides: list[str], *args: object, **kwargs: object) -> None:
-        given.extend(overrides)
+    def start(program: Program, *args: object, **kwargs: object) -> None:
+        given.extend(program.words[4::2])
         raise InputError("that is all")
 
     monkeypatch.setattr("hf_cocodc.coordinator.client.status", lambda *args: [])

@@ -28,8 +28,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[launch.Laun
     """What commands would start without --dry-run; the test runs in an empty folder."""
     found: list[launch.Launch] = []
 
-    def start(*arguments: Any, **more: Any) -> None:
-        found.extend(launch.launches(*arguments[:6]))
+    def start(program: launch.Program, planned: list[launch.Launch], **more: Any) -> None:
+        found.extend(planned)
         raise InputError("this is a test")
 
     monkeypatch.setattr(launch, "start", start)
@@ -59,10 +59,9 @@ def test_it_names_the_commands_that_a_run_starts(
         words = shlex.split(line)
         at = words.index("-m")
         assert words[at:] == each.command[1:]
-        assert {
-            **dict(word.split("=", 1) for word in words[: at - 1]),
-            ENV_COORDINATOR: each.env[ENV_COORDINATOR],
-        } == each.env
+        told = dict(word.split("=", 1) for word in words[: at - 1])
+        assert {**told, ENV_COORDINATOR: each.env[ENV_COORDINATOR]} == each.env
+        assert told["HF_COCODC_RESUME"] == "1"
 
 
 def test_it_says_that_regions_share_a_gpu(
@@ -88,7 +87,7 @@ def test_it_refuses_what_a_run_refuses(
 ) -> None:
     """A value, a region without a coordinator, a folder in use: in the same words."""
     wrong: list[list[str]] = [
-        ["--set", "training.optim=nonsense"],
+        ["--set", "outer.codec=nonsense"],
         ["--region", "1"],
         ["--join"],
         ["--", "--multi_gpu"],
@@ -185,6 +184,6 @@ def test_it_changes_nothing_at_the_coordinator(
     for _ in range(2):
         assert train("--dry-run", *joins) == 0
         said = capsys.readouterr().out
-        assert "would train  region 2\n" in said and "--set regions.join=true" in said
+        assert "would train  region 2\n" in said and "HF_COCODC_JOIN=1" in said
     part(*regions)
     served.close()

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.cli import joining, train
+from hf_cocodc.cli import joining, supervising
 from hf_cocodc.cli.joining import has_missed_the_end, loss_in_words, way_back
-from hf_cocodc.cli.main import main, parse
+from hf_cocodc.cli.main import main
+from hf_cocodc.cli.part import MachinePart
 from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
-from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot import folders
+from hf_cocodc.training.launch import Launch, Program
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
 from tests.listening import free_port
 
@@ -33,6 +35,11 @@ def address() -> Iterator[str]:
     served = serve_in_thread()
     yield served.address
     served.close()
+
+
+def a_part(name: str | None, **settings: Any) -> MachinePart:
+    """The part of a region that joins."""
+    return MachinePart(RegionConfig(count=2, **{"min": 1, **settings}), None, True, True, name)
 
 
 def begun(address: str, name: str, count: int = 2) -> list[Region]:
@@ -83,42 +90,50 @@ def test_a_coordinator_that_is_not_there_yet_is_waited_for(
     served: list[Any] = []
     late = threading.Timer(0.5, lambda: served.append(serve_in_thread(port=port)))
     late.start()
-    assert joining.run_at(Recipe.load(RECIPE, [f"training.output_dir={tmp_path}"]), address, None) is None
+    assert joining.run_at(a_part("mine"), address, None) is None
     late.join()
     served[0].close()
     assert f"waiting for the coordinator at {address}, 600 s more" in capsys.readouterr().out
 
 
-def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
-    """With the same recipe, changes and launcher arguments, and the coordinator that the command has started."""
-    words = ["train", RECIPE, "--set", "outer={method: eager}", *ELASTIC, "--run", "a b", "--", "--cpu"]
-    again = way_back(parse(words), 3, "127.0.0.1:29650")
-    assert again.startswith("hf-cocodc train")
-    options = parse(shlex.split(again)[1:])
-    assert (options.join, options.region, options.coordinator) == (True, 3, "127.0.0.1:29650")
-    assert (options.overrides, options.run_name) == (["outer={method: eager}", *ELASTIC[1::2]], "a b")
-    assert options.launcher == ["--cpu"]
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[supervising.Order]:
+    """What commands would carry out."""
+    found: list[supervising.Order] = []
 
-
-@pytest.mark.parametrize("run_trains", [True, False])
-def test_a_region_that_comes_back_checks_its_recipe_only_once(
-    run_trains: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its own process, because the others train without it meanwhile."""
-    checked: list[Any] = []
-    started: list[Recipe] = []
-
-    def start(options: Any, recipe: Recipe, *given: Any) -> int:
-        started.append(recipe)
+    def carry_out(order: supervising.Order) -> int:
+        found.append(order)
         return 0
 
-    monkeypatch.setattr("hf_cocodc.training.forks.call", checked.append)
-    monkeypatch.setattr(train, "trains", lambda *given: run_trains)
-    monkeypatch.setattr(train, "_train", start)
-    place = ["--region", "1", "--coordinator", address]
-    assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *ELASTIC, *place]) == 0
-    assert bool(started[0].regions.join) is run_trains
-    assert len(checked) == (0 if run_trains else 1)
+    for command in ("train", "launch"):
+        monkeypatch.setattr(f"hf_cocodc.cli.{command}.carry_out", carry_out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", RECIPE, "--set", "data.name=a b", *ELASTIC, "--run", "a b", "--", "--cpu"],
+        [
+            *("launch", "--regions", "4", "--run", "a b", "--logs", "x y", "--", "--cpu", "--"),
+            *("-m", "hf_cocodc", "--run", "c"),
+        ],
+    ],
+)
+def test_the_command_that_brings_a_lost_region_back_can_be_pasted(
+    words: list[str], orders: list[supervising.Order]
+) -> None:
+    """With the same recipe or script, changes and launcher arguments, and the coordinator that the command has started."""
+    assert main(words) == 0
+    again = way_back(*orders[0].again, 3, "127.0.0.1:29650", orders[0].part)
+    assert again.startswith(f"hf-cocodc {words[0]}")
+    assert main(shlex.split(again)[1:]) == 0
+    first, second = orders
+    assert (second.part.join, second.part.region, second.part.name) == (True, 3, "a b")
+    assert second.part.regions.coordinator == "127.0.0.1:29650"
+    assert second.again == first.again
+    assert second.program.launcher == first.program.launcher == ["--cpu"]
+    assert second.program.folder == first.program.folder
 
 
 def a_region(region: int, error: tuple[str, int] | None) -> Any:
@@ -143,11 +158,11 @@ def test_a_run_that_stopped_below_its_least_number_has_exit_code_3(
         a_region(1, ("too few regions", 3)),
         a_region(2, ("region 0 is gone", 1)),
     )
-    assert train._report_failure([killed, stopped], [killed, stopped], elastic=True) == 3
+    assert supervising.report_failure([killed, stopped], [killed, stopped], elastic=True) == 3
     assert capsys.readouterr().err.startswith("error: [region 1] too few regions\nfull output: region-1")
-    assert train._report_failure([killed, stopped], [killed, stopped], elastic=False) == 1
+    assert supervising.report_failure([killed, stopped], [killed, stopped], elastic=False) == 1
     assert "[region 0] was killed" in capsys.readouterr().err
-    assert train._report_failure([killed, lost], [killed, lost], elastic=True) == 1
+    assert supervising.report_failure([killed, lost], [killed, lost], elastic=True) == 1
 
 
 def test_a_loss_has_a_reason() -> None:
@@ -161,20 +176,19 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
 ) -> None:
     """Of the run that is named after its output folder; it waits for the run to begin, and holds it until it has ended."""
     monkeypatch.setattr(joining, "AGAIN_S", 0.1)
-    settings = [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1", "regions.max=4"]
-    recipe = Recipe.load(RECIPE, [*settings, "regions.join=true", "regions.start_timeout_s=60"])
+    mine = a_part("mine", min=1, max=4, start_timeout_s=60)
     regions: list[Region] = []
     run = threading.Timer(0.5, lambda: regions.extend(begun(address, "mine")))
     run.start()
-    first, second = joining.claim_number(recipe, address), joining.claim_number(recipe, address)
+    first, second = joining.claim_number(mine, address), joining.claim_number(mine, address)
     run.join()
     assert first is not None and second is not None
     assert (first.region, second.region) == (2, 3)
     assert f"waiting for run 'mine' at {address}" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"as many regions as it may have \(regions.max=4\)"):
-        joining.claim_number(recipe, address)
+        joining.claim_number(mine, address)
     first.close()
-    third = joining.claim_number(recipe, address)
+    third = joining.claim_number(mine, address)
     assert third is not None and third.region == 2
     for each in (second, third):
         each.close()
@@ -182,10 +196,21 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
 
 
 def test_a_run_that_has_not_begun_cannot_be_joined(address: str, tmp_path: Path) -> None:
-    settings = [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1", "regions.start_timeout_s=0.1"]
-    recipe = Recipe.load(RECIPE, settings)
-    with pytest.raises(MeetingError, match="no region of run 'mine' trains .* there is nothing to join"):
-        joining.claim_number(recipe, address)
+    for name, said in (("mine", "run 'mine'"), (None, "a run")):
+        with pytest.raises(MeetingError, match=f"no region of {said} trains .* there is nothing to join"):
+            joining.claim_number(a_part(name, start_timeout_s=0.1), address)
+
+
+def test_a_script_joins_the_only_run_that_there_is(address: str) -> None:
+    """It alone knows the name of its run. If there are several, somebody has to say which."""
+    regions = begun(address, "mine", count=1)
+    claimed = joining.claim_number(a_part(None), address)
+    assert claimed is not None and claimed.region == 1
+    claimed.close()
+    regions += begun(address, "other")
+    with pytest.raises(InputError, match=r"has several runs \((mine, other|other, mine)\).*--run NAME"):
+        joining.claim_number(a_part(None), address)
+    part(*regions)
 
 
 @pytest.mark.parametrize("region", [[], ["--region", "1"]])
@@ -200,7 +225,7 @@ def test_who_comes_too_late_hears_it_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The place of the model and exit code 0, or how to go on; before anything is loaded."""
-    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda *given: pytest.fail("it loads"))
+    monkeypatch.setattr("hf_cocodc.cli.supervising.load_ahead", lambda: pytest.fail("it loads"))
     first, other = begun(address, tmp_path.name)
     first.client.close(Bye(how=how, step=800, place="/out/region-0"))
     part(other)
@@ -218,11 +243,10 @@ def test_a_run_that_ends_while_a_number_is_claimed(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newcomer does not wait for it: nothing is left to do, and that is no mistake."""
-    recipe = Recipe.load(RECIPE, [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1"])
     first, other = begun(address, "mine")
     first.client.close(Bye(how="finished", step=800))
     part(other)
-    assert joining.claim_number(recipe, address) is None
+    assert joining.claim_number(a_part("mine"), address) is None
     assert "run 'mine' has finished at step 800: there is nothing to join" in capsys.readouterr().out
 
 
@@ -248,13 +272,13 @@ def test_a_lost_region_that_is_started_again_after_the_end_hears_it_at_once() ->
     ended = {"how": "finished", "step": 800, "place": "/out/region-0"}
     state = {"name": "mine", "phase": "ended", "ended": ended, "lost": [{"region": 1}]}
     said = has_missed_the_end(state, 1, 800)
-    assert said is not None
+    assert said is not None and said == has_missed_the_end(state, 1, None)
     assert said.startswith(
         "run 'mine' has finished at step 800 without region 1, which was lost. The others have the"
     )
     assert "/out/region-0" in said
     for region, max_steps, other in (
-        *((0, 800, state), (1, 900, state), (1, -1, state), (1, 800, None)),
+        *((0, 800, state), (1, 900, state), (1, -1, state), (1, 800, None), (0, None, state)),
         *(
             (1, 800, {**state, "phase": "gathering"}),
             (1, 800, {**state, "ended": {**ended, "how": "stopped"}}),
@@ -273,36 +297,17 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
     wait_until(lambda: not trains or bool(runs_at(address, None, None, 5.0)))
     given: list[Any] = []
 
-    def start(
-        recipe: Recipe, path: str, overrides: list[str], regions: list[int], *more: Any, **facts: Any
-    ) -> None:
-        resumes = "training.resume_from_checkpoint=true" in overrides
-        given.extend([recipe.regions.join, "regions.join=true" in overrides, list(regions), resumes])
+    def start(program: Program, planned: list[Launch], continues: bool, **facts: Any) -> None:
+        [each] = planned
+        given.extend(
+            [each.env.get("HF_COCODC_JOIN"), each.region, each.env.get("HF_COCODC_RESUME"), continues]
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
     words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--coordinator", address]
     assert main(["train", RECIPE, *words, *(["--resume"] if resume else [])]) == 130
-    assert given == [trains or None, trains, [1], resume and not trains]
-    part(*regions)
-
-
-def test_a_region_that_joins_by_the_lowest_free_number_is_one_process(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the recipe says how many regions the run began with."""
-    regions, given = begun(address, tmp_path.name), []
-
-    def start(*more: Any, forked: list[Any], **facts: Any) -> None:
-        given.extend([len(more[3]), len(forked)])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_cocodc.training.launch.start", start)
-    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--set", "regions.max=9"]
-    for has_libraries in (False, True):
-        monkeypatch.setattr(train, "_has_libraries", lambda has=has_libraries: has)
-        assert main(["train", RECIPE, *words, "--join", "--coordinator", address]) == 130
-    assert given == [1, 1, 1, 0], "a process that has used the libraries does not fork"
+    assert given == ["1" if trains else None, 1, "1" if resume and not trains else None, trains or resume]
     part(*regions)
 
 
@@ -313,11 +318,12 @@ def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
     monkeypatch.setattr("hf_cocodc.snapshot.folders.usable", folders.checkpoints)
     for region, step in ((0, 200), (1, 400), (2, 400)):
         (tmp_path / f"region-{region}" / f"checkpoint-{step}").mkdir(parents=True)
-    ended = [
-        SimpleNamespace(folder=tmp_path / f"region-{region}", has_stopped=has_stopped)
-        for region, has_stopped in ((0, False), (1, True), (2, True))
-    ]
-    assert train._saved(tmp_path, ended).startswith(
-        "checkpoint-400 is complete in every region that was left"
-    )
-    assert train._saved(tmp_path, []).startswith("no checkpoint is complete in every region")
+    for rules, said in (
+        (RegionConfig(min=1), "checkpoint-400 is complete in every region that was left"),
+        (RegionConfig(), "no checkpoint is complete in every region"),
+    ):
+        ended: Any = [
+            SimpleNamespace(home=tmp_path / f"region-{region}", has_stopped=has_stopped, rules=rules)
+            for region, has_stopped in ((0, False), (1, True), (2, True))
+        ]
+        assert supervising.saved(ended).startswith(said)

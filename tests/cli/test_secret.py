@@ -12,12 +12,14 @@ from hf_cocodc import RegionConfig
 from hf_cocodc.cli import coordinator
 from hf_cocodc.cli.joining import way_back
 from hf_cocodc.cli.main import main, parse
+from hf_cocodc.cli.part import part_of
 from hf_cocodc.coordinator.secret import secret_of
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.settings import ENV_SECRET
 from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.training.launch import Launch, Program
 from tests.coordinator.regions import hello, meet, part
 from tests.secret import secret
 
@@ -156,8 +158,9 @@ def test_train_takes_the_file_as_its_coordinator_does(
     """The coordinator knows the command by it, and its regions get it."""
     given: list[str] = []
 
-    def start(recipe: Recipe, path: str, overrides: list[str], *args: object, **kwargs: object) -> None:
-        given.extend(overrides)
+    def start(program: Program, planned: list[Launch], **kwargs: object) -> None:
+        given.extend(program.words[4::2])
+        assert planned[0].env["HF_COCODC_SECRET_FILE"] == file
         raise InputError("that is all")
 
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
@@ -168,6 +171,6 @@ def test_train_takes_the_file_as_its_coordinator_does(
     assert main([*words, "--secret-file", file]) == 2
     assert "that is all" in capsys.readouterr().err
     assert Recipe.load("quickstart/diloco", given).regions.secret_file == file
-    options = parse([*words, "--secret-file", file])
-    assert f"--coordinator h:1 --secret-file {file}" in way_back(options, 1, "h:1")
+    part = part_of(RegionConfig(), parse([*words, "--secret-file", file, "--regions", "2"]))
+    assert f"--coordinator h:1 --secret-file {file}" in way_back([], [], 1, "h:1", part)
     served.close()

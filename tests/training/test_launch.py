@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 
 from hf_cocodc.errors import RunFinished
 from hf_cocodc.run.gpus import VISIBLE
-from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.status import ENV_STATUS, tell
-from hf_cocodc.training import launch, train
+from hf_cocodc.training import launch
+from hf_cocodc.training import region as region_process
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
+SCRIPT = launch.Program(["script.py"], [], Path("nowhere"))
 
 
 class Launcher:
@@ -44,13 +44,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Starts all regions of the quickstart."""
     monkeypatch.setattr(subprocess, "Popen", Launcher)
 
-    def begin(
-        resume: bool = False, regions: int = 2, overrides: Sequence[str] = ()
-    ) -> list[launch.RegionProcess]:
-        recipe = Recipe.load(
-            RECIPE, [*overrides, f"regions.count={regions}", f"training.output_dir={tmp_path}"]
-        )
-        started = launch.start(recipe, RECIPE, overrides, range(regions), None, resume=resume)
+    def begin(resume: bool = False, regions: int = 2, use_cpu: bool = False) -> list[launch.RegionProcess]:
+        program = dataclasses.replace(SCRIPT, folder=tmp_path, use_cpu=use_cpu)
+        planned = launch.launches(program, range(regions), regions, {})
+        started = launch.start(program, planned, continues=resume)
         for each in started:
             each.log.close()
         return started
@@ -93,7 +90,7 @@ def test_regions_divide_the_gpus_of_a_machine_or_share_them(
     assert [process.env[VISIBLE] for process in started] == each
     for process, own in zip(started, each, strict=True):
         assert process.command[1:3] == ["-m", "accelerate.commands.launch"]
-        given = process.command[3 : process.command.index("hf_cocodc.train") - 1]
+        given = process.command[3 : process.command.index("script.py")]
         count = own.count(",") + 1
         assert given[given.index("--num_processes") + 1] == str(count)
         assert ("--multi_gpu" in given) == (count > 1)
@@ -104,31 +101,27 @@ def test_regions_divide_the_gpus_of_a_machine_or_share_them(
 def test_a_region_on_the_cpu_is_one_process(
     gpus: int, use_cpu: bool, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the recipe's choice it sees no GPU, and CUDA is not asked before the fork: no fork could use it then."""
+    """By the recipe's choice it sees no GPU, and torch is not loaded to ask for them."""
     has_gpus(gpus, None, monkeypatch)
-    overrides = [f"training.use_cpu={str(use_cpu).lower()}"]
     if use_cpu:
         for name in ("is_available", "device_count", "init"):
             monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("CUDA was asked"))
-    monkeypatch.setattr(launch, "Fork", lambda work: work)
-    recipe = Recipe.load(RECIPE, overrides)
-    assert launch.fork_ahead(recipe, 2, []) == [launch.train_forked] * 2
-    assert launch.sharing_here(recipe, 2, []) is None
-    for region in start(overrides=overrides):
+    assert launch.sharing_here(dataclasses.replace(SCRIPT, use_cpu=use_cpu), 2) is None
+    for region in start(use_cpu=use_cpu):
         assert region.is_rank
-        assert region.process.command[1:3] == ["-m", "hf_cocodc.train"]
+        assert region.process.command[1:] == SCRIPT.words
         assert region.process.env["ACCELERATE_USE_CPU"] == "True"
         assert region.process.env.get(VISIBLE) == ("" if use_cpu else None)
 
 
 def test_arguments_for_a_launcher_leave_the_gpus_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     has_gpus(1, None, monkeypatch)
-    recipe = Recipe.load(RECIPE, ["training.use_cpu=true"])
-    [planned] = launch.launches(recipe, RECIPE, [], [1], "10.0.0.1:29650", ["--cpu"])
+    program = dataclasses.replace(SCRIPT, launcher=["--cpu"])
+    [planned] = launch.launches(program, [1], 2, {})
     assert VISIBLE not in planned.env
-    assert planned.command[1:6] == ["-m", "accelerate.commands.launch", "--quiet", "--cpu", "-m"]
-    assert launch.fork_ahead(recipe, 1, ["--cpu"]) == []
-    assert launch.sharing_here(Recipe.load(RECIPE), 2, ["--cpu"]) is None
+    assert planned.command[1:6] == ["-m", "accelerate.commands.launch", "--quiet", "--cpu", "script.py"]
+    assert not planned.is_rank
+    assert launch.sharing_here(program, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +138,7 @@ def test_it_is_said_that_regions_share(
     gpus: int, regions: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_gpus(gpus, None, monkeypatch)
-    found = launch.sharing_here(Recipe.load(RECIPE), regions, [])
+    found = launch.sharing_here(SCRIPT, regions)
     assert found is None if said is None else str(found).startswith(said)
 
 
@@ -237,13 +230,11 @@ def test_a_region_whose_run_has_finished_without_it_ends_well(
     first, second = start()
     monkeypatch.setenv(ENV_STATUS, second.process.env[ENV_STATUS])
 
-    def run(recipe: Any) -> None:
+    def run() -> None:
         raise RunFinished("run 'mine' has finished at step 800: there is nothing to join.")
 
-    monkeypatch.setattr(train, "end_with_command", lambda: None)
-    monkeypatch.setattr(train, "run", run)
-    monkeypatch.setattr(train, "preflight", lambda recipe: None)
-    assert train.main(["quickstart/diloco"]) == 0
+    monkeypatch.setattr(region_process, "end_with_command", lambda: None)
+    assert region_process.live(run) == 0
     assert second.error() is None and not first.too_late
     assert second.too_late == "run 'mine' has finished at step 800: there is nothing to join."
 
@@ -266,12 +257,11 @@ def test_the_launchers_arguments_say_which_machine_this_is(tmp_path: Path) -> No
         assert launch.machine_of(arguments) == machine
 
 
-def a_region(folder: Path, region: int, code: str, trains: bool = True) -> launch.RegionProcess:
-    """A process in place of a region's launcher."""
+def a_region(folder: Path, region: int, code: str, trains: bool = True, **rules: Any) -> launch.RegionProcess:
+    """A process in place of a region's launcher; `rules` are those of its run."""
     status = folder / f"{region}.json"
-    status.write_text(
-        json.dumps({"doing": "training", "step": 3} if trains else {"doing": "loading the model"})
-    )
+    told = {"doing": "training", "step": 3} if trains else {"doing": "loading the model"}
+    status.write_text(json.dumps({**told, "rules": {"timeout_s": 0.1, **rules}}))
     log = (folder / f"{region}.txt").open("wb")
     process = subprocess.Popen([sys.executable, "-c", f"import time, sys; {code}"], start_new_session=True)
     return launch.RegionProcess(region, folder, process, log, 0, status)
@@ -281,10 +271,11 @@ def test_the_others_go_on_without_a_lost_region(tmp_path: Path) -> None:
     """It is told once, at once, while they train."""
     go = tmp_path / "go"
     wait = f"import pathlib\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.02)"
+    rules = {"min": 1, "timeout_s": 1e6}
     regions = [
-        a_region(tmp_path, 0, wait),
-        a_region(tmp_path, 1, "sys.exit(5)"),
-        a_region(tmp_path, 2, wait),
+        a_region(tmp_path, 0, wait, **rules),
+        a_region(tmp_path, 1, "sys.exit(5)", **rules),
+        a_region(tmp_path, 2, wait, **rules),
     ]
     told: list[int] = []
 
@@ -293,7 +284,7 @@ def test_the_others_go_on_without_a_lost_region(tmp_path: Path) -> None:
         assert [each.process.poll() for each in regions] == [None, 5, None]
         go.touch()
 
-    assert launch.watch(regions, lambda: None, timeout_s=1e6, lose=lose) == [regions[1]]
+    assert launch.watch(regions, lambda: None, lose) == [regions[1]]
     assert told == [1]
     assert [each.process.returncode for each in regions] == [0, 5, 0]
 
@@ -306,14 +297,16 @@ def test_regions_that_cannot_go_on_are_ended(
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
     monkeypatch.setattr(launch, "_SAY_AFTER_S", 0.1)
     told: list[int] = []
+    rules = {"on_loss": "stop" if trains else "continue"}
     regions = [
-        a_region(tmp_path, 0, "time.sleep(600)", trains),
-        a_region(tmp_path, 1, "sys.exit(2)", trains),
+        a_region(tmp_path, 0, "time.sleep(600)", trains, **rules),
+        a_region(tmp_path, 1, "sys.exit(2)", trains, **rules),
     ]
-    lose = None if trains else lambda lost: pytest.fail("nobody goes on")
-    failed = launch.watch(
-        regions, lambda: None, timeout_s=0, lose=lose, tell=lambda each, left_s: told.append(each.region)
-    )
+
+    def lose(lost: launch.RegionProcess) -> None:
+        pytest.fail("nobody goes on")
+
+    failed = launch.watch(regions, lambda: None, lose, lambda each, left_s: told.append(each.region))
     assert failed == [regions[1], regions[0]]
     assert told == [1]  # a person who looks at the terminal must not wait for the end to know
     assert regions[0].process.returncode < 0
@@ -322,7 +315,7 @@ def test_regions_that_cannot_go_on_are_ended(
 TRAINS = """
 import pathlib
 for step in range(4, 16):
-    pathlib.Path({status!r}).write_text(f'{{{{"step": {{step}}}}}}')
+    pathlib.Path({status!r}).write_text(f'{{{{"step": {{step}}, "rules": {{{{"timeout_s": 0.1}}}}}}}}')
     time.sleep(0.1)
 """
 
@@ -337,7 +330,7 @@ def test_regions_have_time_until_the_transfer_in_which_they_notice_a_loss(
         a_region(tmp_path, 0, TRAINS.format(status=str(tmp_path / "0.json"))),
         a_region(tmp_path, 1, "sys.exit(2)"),
     ]
-    assert launch.watch(regions, lambda: None, timeout_s=0) == [regions[1]]
+    assert launch.watch(regions, lambda: None) == [regions[1]]
     assert regions[0].process.returncode == 0
 
 
@@ -361,7 +354,7 @@ def test_a_region_whose_processes_are_all_signaled_ends_with_its_last_rank(tmp_p
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     region.end(signal.SIGTERM)
-    assert launch.watch([region], lambda: None, timeout_s=1e6) == [region]
+    assert launch.watch([region], lambda: None) == [region]
     assert region.process.returncode == -signal.SIGTERM
     assert saved.exists()
 

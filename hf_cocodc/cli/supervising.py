@@ -1,0 +1,358 @@
+"""Starts the regions of a command, watches them, and says how they end: for a recipe and for a script alike."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..coordinator.secret import secret_of
+from ..errors import InputError, RunStopped
+from ..net.pacing import congestion_of
+from ..settings import (
+    ENV_COORDINATOR,
+    ENV_JOIN,
+    ENV_RESUME,
+    ENV_RUN,
+    ENV_SECRET_FILE,
+    RegionConfig,
+    warn_alone,
+)
+from ..status import phase_in_words
+from ..training import launch
+from ..training.forks import SIGNALS, load_ahead
+from .checks import add_coordinator, add_secret
+from .display import Display
+from .ending import report
+from .joining import (
+    claim_number,
+    free_number,
+    has_missed_the_end,
+    loss_in_words,
+    over,
+    refuse_to_join,
+    run_at,
+    trains,
+    way_back,
+)
+from .part import MachinePart
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asks the command to end. `exit_code` is 128 plus its number, as for a process that the signal has ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that starts regions."""
+    parser.add_argument("--regions", type=int, help="number of regions with which the run begins")
+    parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
+    add_coordinator(parser, "address of the coordinator of all regions (see hf-cocodc coordinator)")
+    parser.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="NAME",
+        help="name of the run, equal in all its regions, if its coordinator has several (default: name of the output folder)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint that is good in every region, or from the start if there is none; if the "
+        "others have trained on without this region, join them instead",
+    )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="join or rejoin a run that is training, as --region or else as the lowest free number; needs --coordinator, and "
+        "regions.min or regions.on_loss=continue in every region",
+    )
+    add_secret(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print what would be started, but start and write nothing",
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a command is to start.
+
+    Attributes:
+        part: of the run, on this machine.
+        program: what each region runs.
+        again: the words of this command, before and behind its options.
+        resume: go on from a checkpoint.
+        max_steps: inner steps of the run; None if only the script knows them.
+        dry_run: shows what would be started, in place of starting it.
+    """
+
+    part: MachinePart
+    program: launch.Program
+    again: tuple[Sequence[str], Sequence[str]]
+    resume: bool
+    max_steps: int | None = None
+    dry_run: Callable[[Sequence[launch.Launch], int, bool], None] | None = None
+
+    @property
+    def is_script(self) -> bool:
+        return self.max_steps is None
+
+
+def carry_out(order: Order) -> int:
+    """Start the regions that an order names, show their progress, and report; returns the exit code of the command."""
+    part, program = order.part, order.program
+    address, region, join = part.regions.coordinator, part.region, part.join
+    if join:
+        refuse_to_join(order.resume, address)
+    if program.launcher and region is None and part.count > 1 and not join:
+        raise InputError(
+            f"arguments after -- go to one accelerate launch, but this command starts {part.count}, which would use the same "
+            "ports and GPUs. Start each region with its own command, and add --region and --coordinator to it."
+        )
+    part.check(join, order.is_script)
+    regions: Sequence[int] = range(part.count) if region is None else [region]
+    keys = secret_of(part.regions) if part.has_company else None
+    if part.has_company:
+        congestion_of(part.regions.congestion)
+    state = run_at(part, address, keys) if address is not None and part.has_company else None
+    if region is not None and not join and not (order.is_script and order.resume):
+        missed = has_missed_the_end(state, region, order.max_steps)
+        if missed is not None:
+            print(missed)
+            return 0
+    finished = over(state, join)
+    if finished is not None and not order.resume:
+        print(finished)
+        if join:
+            return 0
+    join = join or (region is not None and trains(state, region))
+    resume = order.resume and not join  # a region that joins takes the others' state
+    if not part.is_told:
+        warn_alone()
+    if order.dry_run is None and program.may_be_forked:
+        print(phase_in_words(1), flush=True)
+        load_ahead()
+    machine = launch.machine_of(program.launcher)
+    shared = launch.sharing_here(program, 1 if join else len(regions))
+    if shared is not None:
+        print(shared, flush=True)
+    with contextlib.ExitStack() as at_end:
+        if address is None and part.has_company and order.dry_run is None:
+            from ..coordinator.server import serve_in_thread
+
+            served = serve_in_thread(secrets=[] if keys is None else [keys])
+            at_end.callback(served.close)
+            address = served.address
+            if part.regions.elastic or order.is_script:
+                words = f"coordinator of this run: {address} (hf-cocodc status --coordinator {address})"
+                print(words, flush=True)
+        if join and region is None:
+            assert address is not None
+            if order.dry_run is not None:
+                regions = [free_number(part, address)]
+            else:
+                claim = claim_number(part, address)
+                if claim is None:
+                    return 0
+                at_end.callback(claim.close)
+                regions = [claim.region]
+        if join and order.dry_run is None:
+            print(f"joining run {(state or {}).get('name', part.name)!r} as region {regions[0]}", flush=True)
+        env = {
+            ENV_COORDINATOR: address,
+            ENV_RUN: part.regions.run,
+            ENV_SECRET_FILE: part.regions.secret_file,
+            ENV_JOIN: "1" if join else None,
+            ENV_RESUME: "1" if resume else None,
+        }
+        given = {name: value for name, value in env.items() if value is not None}
+        planned = launch.launches(program, regions, part.count, given)
+        if order.dry_run is not None:
+            order.dry_run(planned, machine, join)
+            return 0
+        give_away = at_end.enter_context(launch.sole_writer([each.folder for each in planned], machine))
+        return _train(order, planned, machine, address, join, resume, give_away)
+
+
+def _train(
+    order: Order,
+    planned: Sequence[launch.Launch],
+    machine: int,
+    address: str | None,
+    join: bool,
+    resume: bool,
+    give_away: Callable[[Path], None],
+) -> int:
+    """Start regions, or this machine's part of one, show their progress, and report. The folder of a lost region is given away,
+    because another command may bring it back.
+    """
+    early: list[int] = []
+    # a signal must not interrupt the start: a process that has just started would be lost
+    _on_signals(lambda number, frame: early.append(number))
+    processes = launch.start(
+        order.program,
+        planned,
+        continues=resume or join,
+        outlive_us=order.part.region is not None or join,
+        machine=machine,
+    )
+    regions = [each.region for each in processes]
+    display = Display(regions, [each.status for each in processes], order.max_steps or 0)
+
+    def lose(lost: launch.RegionProcess) -> None:
+        """Say what the others go on without; nothing of a region that all stop with."""
+        give_away(lost.folder)
+        if not lost.has_stopped:
+            line = (
+                f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
+            )
+            again = way_back(*order.again, lost.region, address, order.part)
+            display.lose(lost.region, f"{line}\n    {again}")
+
+    def tell(failed: launch.RegionProcess, left_s: float) -> None:
+        """Say why nothing trains."""
+        display.say(
+            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: at their next "
+            f"transfer they save a checkpoint, and end. Without a step for {left_s:.0f} s, they are ended."
+        )
+
+    try:
+        _on_signals(_interrupt)
+        for number in early:
+            _interrupt(number, None)
+        failed = launch.watch(processes, display.update, lose, tell)
+    except Interrupted as interrupted:
+        is_in = any(each.has_trained for each in processes)
+        ended = in_words(launch.rules_of(processes), regions, join, is_in)
+        print(f"\n{ended} Press Ctrl-C again to end at once.", file=sys.stderr)
+        _stop(processes, display)
+        if join and not is_in:
+            return interrupted.exit_code
+        if all(each.has_left for each in processes):
+            report([each.home for each in processes], order.program.folder)
+            return 0
+        print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
+        if machine == 0:
+            print(saved(processes), file=sys.stderr)
+        return interrupted.exit_code
+    display.close()
+    is_elastic = launch.rules_of(processes).elastic
+    if failed and not (is_elastic and any(each not in failed for each in processes)):
+        return report_failure(failed, processes, is_elastic)
+    if machine:
+        print(
+            f"machine {machine} of region {processes[0].region} has ended. The summary is at the region's machine 0."
+        )
+        return 0
+    for each in processes:
+        if each.too_late:
+            print(each.too_late)
+    if all(each.too_late for each in processes):
+        return 0
+    if any(each.has_stopped for each in processes):  # its script has caught it
+        print(saved(processes))
+        return RunStopped.exit_code
+    homes = [each.home for each in processes]
+    # commands that run one region each may share a folder: each draws a picture of its own
+    report(homes, homes[0].parent if len(processes) == order.part.count else homes[0])
+    return 0
+
+
+def _on_signals(handle: Callable[[int, Any], None]) -> None:
+    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) alike. The exit code tells them apart."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, handle)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    if number == signal.SIGHUP:  # the terminal is closed: writing to it would fail
+        with open(os.devnull, "wb") as nowhere:
+            for stream in (sys.stdout, sys.stderr):
+                if stream.isatty():
+                    os.dup2(nowhere.fileno(), stream.fileno())
+    raise Interrupted(number)
+
+
+def in_words(rules: RegionConfig, regions: Sequence[int], join: bool, is_in: bool = True) -> str:
+    """What an interrupt makes the regions of this command do, and the others; `is_in`: they have begun to train."""
+    if join and not is_in:
+        return f"stopping: region {regions[0]} is not in the run yet. The others train on."
+    if rules.leaves_alone:
+        they = "the regions of this command send what they have trained, and end"
+        does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they
+        return f"leaving: {does}; other regions train on. If there are none, the run stops with a checkpoint."
+    if rules.elastic:
+        return (
+            "stopping: all regions hear of it with the next transfer, and save a checkpoint where it lands."
+        )
+    return "stopping: all regions agree on an inner step, train to it, and save a checkpoint there."
+
+
+def _stop(processes: Sequence[launch.RegionProcess], display: Display) -> None:
+    """Stop all regions with a checkpoint; end them at once after another interrupt."""
+    asked: set[Any] = set()
+
+    def ask_and_show() -> None:
+        launch.ask_to_stop(processes, asked)
+        display.update()
+
+    try:
+        launch.watch(processes, ask_and_show)
+    except KeyboardInterrupt:
+        launch.stop(processes)
+        display.update()
+    display.close()
+
+
+def saved(processes: Sequence[launch.RegionProcess]) -> str:
+    """Say which checkpoint an interrupted run has left. Where regions come and go, those count that have stopped."""
+    from ..snapshot.folders import usable
+
+    folder = processes[0].home.parent
+    stopped = (
+        [each.home for each in processes if each.has_stopped] if launch.rules_of(processes).elastic else []
+    )
+    complete = [set(usable(region)) for region in stopped or folder.glob("region-*")]
+    common = set.intersection(*complete) if complete else set()
+    if not common:
+        return f"no checkpoint is complete in every region; the journals and logs are in {folder}"
+    where = "every region that was left" if stopped else "every region"
+    return f"checkpoint-{max(common)} is complete in {where} under {folder}; to continue, add --resume to the same command"
+
+
+def report_failure(
+    failed: Sequence[launch.RegionProcess], processes: Sequence[launch.RegionProcess], elastic: bool
+) -> int:
+    """Print which region failed first and why, then the errors of the others, each message once; returns the first one's exit
+    code. In an elastic run that is one that stopped with the others: the command has told of lost ones before.
+    """
+    stopped = [each for each in failed if each.has_stopped]
+    first = (stopped if elastic and stopped else failed)[0]
+    regions_by_error: dict[str, list[int]] = {}
+    exit_code = 1
+    for each in (first, *(other for other in processes if other is not first)):
+        error = each.error()
+        if error is not None:
+            regions_by_error.setdefault(error[0], []).append(each.region)
+            exit_code = error[1] if each is first else exit_code
+        elif each is first:
+            print(
+                f"error: [region {each.region}] was killed or ended without an error message; its last lines:",
+                file=sys.stderr,
+            )
+            for line in each.last_lines(6):
+                print(f"[region {each.region}] {line}", file=sys.stderr)
+    for message, regions in regions_by_error.items():
+        who = "all regions" if len(regions) == len(processes) > 1 else f"region {regions[0]}"
+        print(f"error: [{who}] {message}", file=sys.stderr)
+    print(f"full output: {first.log.name}", file=sys.stderr)
+    return exit_code
