@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
-from datasets.iterable_dataset import StepExamplesIterable
+from datasets.iterable_dataset import BufferShuffledExamplesIterable, StepExamplesIterable
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ..errors import InputError
@@ -94,13 +95,7 @@ def part_of(dataset: Any, region: int, num_regions: int) -> Any:
 def generators_of(stream: Any) -> list[Any]:
     """The states of all random generators that a stream holds. Raises InputError if NumPy drew the seed of one."""
     states: list[Any] = []
-    seen: set[int] = set()
-    found = [stream]
-    while found:
-        each = found.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in _parts_of(stream):
         if isinstance(each, np.random.Generator):
             seed = getattr(getattr(each.bit_generator, "seed_seq", None), "entropy", None)
             if isinstance(seed, int) and seed >= _DRAWN:
@@ -113,8 +108,27 @@ def generators_of(stream: Any) -> list[Any]:
             states.append(each.get_state())
         elif isinstance(each, random.Random):
             states.append(each.getstate())
-        elif isinstance(each, (list, tuple)) and len(each) <= _PARTS:
-            found += reversed(each)
-        elif isinstance(each, Dataset) or type(each).__module__.startswith("datasets."):
-            found += reversed(list(getattr(each, "__dict__", {}).values()))
     return states
+
+
+def is_exact(stream: Any) -> bool:
+    """Whether reading goes on from a state of a stream as it would have: datasets keeps no samples of a shuffle buffer."""
+    return isinstance(stream, datasets.IterableDataset) and not any(
+        isinstance(each, BufferShuffledExamplesIterable) for each in _parts_of(stream)
+    )
+
+
+def _parts_of(stream: Any) -> Iterator[Any]:
+    """A stream and everything that it is made of."""
+    seen: set[int] = set()
+    found = [stream]
+    while found:
+        each = found.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, (list, tuple)) and len(each) <= _PARTS:
+            found += reversed(each)
+        elif isinstance(each, Dataset) or type(each).__module__.startswith(("datasets.", __package__)):
+            found += reversed(list(getattr(each, "__dict__", {}).values()))

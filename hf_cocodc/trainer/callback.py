@@ -38,6 +38,7 @@ from .best import Best
 from .leaving import answer, first_signal, leave, say_farewell
 from .loop import TrainerLoop, go_along, restore_callbacks
 from .patches import Patches
+from .place import StreamPlace
 from .weights import refuse_unsaved
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class CoCoDCCallback(TrainerCallback):
         self._saved: Saved | None = None
         self._start = Start(None)
         self._base: Received | None = None
+        self._is_coming = False  # until its first batch is there: the others would wait for a member
         self._beginning: Beginning | None = None
         self._trainer: Trainer | None = None
         self._signal: str | None = None
@@ -153,6 +155,7 @@ class CoCoDCCallback(TrainerCallback):
         settle(trainer, self.region, all_report)
         averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
         self._best = Best(trainer, averages)
+        self.place = StreamPlace(trainer)
         Patches(trainer, self, self._best)
         return self
 
@@ -200,8 +203,7 @@ class CoCoDCCallback(TrainerCallback):
             self.outer.training.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._best.settle()
         restore_callbacks(trainer)
-        if self._base is not None:
-            self.outer.begin(is_new=True)
+        self._is_coming = self.has_joined
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -209,6 +211,7 @@ class CoCoDCCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.place.begin_pass()
         self._epoch_began_at = state.global_step
         self._best.make_up(self._start)
 
@@ -216,6 +219,13 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._has_stepped = True
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_coming:
+            self._is_coming = False
+            self._running.begin(is_new=True)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -226,6 +236,7 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
+        self.place.after_step()
         if self._signal is not None:
             outer.ask_to_stop(self._signal)
         if state.global_step < state.max_steps:
@@ -239,6 +250,8 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
+        if self._is_coming:
+            raise InputError(f"region {self.region} joins a run, but its data has no batch. Give it data.")
         # Trainer asks to stop if an epoch had no data left; after a resume it may skip all of an epoch's data
         dry = state.global_step == self._epoch_began_at and control.should_training_stop
         if dry:
@@ -313,6 +326,11 @@ class CoCoDCCallback(TrainerCallback):
         own = Beginning(max_steps, secrets.randbits(48))
         self._beginning = agree_on_start(self._link, own, told(self._base, Beginning))
         return self._beginning.max_steps
+
+    def find_place(self, epochs: int, batches: int, checkpoint: str | None) -> tuple[int, int]:
+        """The pass over the data, and the batches to skip in it, where Trainer would take `epochs` and `batches`."""
+        resumed = None if checkpoint is None else Path(checkpoint)
+        return self.place.begin(epochs, batches, resumed, None if self._base is None else self._base.run)
 
     @property
     def has_joined(self) -> bool:

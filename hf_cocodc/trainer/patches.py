@@ -36,6 +36,8 @@ WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
     "hyperparameter_search": (),
     "set_initial_training_values": (),
+    "_init_training_state": ("resume_from_checkpoint",),
+    "get_train_dataloader": (),
     "get_batch_samples": (),
     "evaluate": (),
     "predict": (),
@@ -111,6 +113,21 @@ class Patches:
         agreed = self._callback.agree_on_length(max_steps, values[BATCHES])
         values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
         return *values, agreed
+
+    def _init_training_state(self, init: Callable, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Begins at this region's place in its data."""
+        given = inspect.signature(init).bind(*args, **kwargs).arguments
+        epochs, batches = init(*args, **kwargs)
+        return self._callback.find_place(epochs, batches, given["resume_from_checkpoint"])
+
+    def get_train_dataloader(self, get: Callable) -> Any:
+        """Lets the loader tell the place of what it has read."""
+        trainer, collate = self._trainer, self._trainer.data_collator
+        trainer.data_collator = self._callback.place.recording(collate)
+        try:
+            return get()
+        finally:
+            trainer.data_collator = collate
 
     def get_batch_samples(self, get: Callable, *args: Any, **kwargs: Any) -> tuple:
         """Counts the tokens of the next inner step, which are its weight."""
@@ -255,6 +272,7 @@ class Patches:
         spent = outer.training.timer()
         outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
         save()
+        self._callback.place.write(checkpoint)
         outer.seal(checkpoint)
         outer.training.journal.write_later("save", step=outer.inner_step, **spent())
 

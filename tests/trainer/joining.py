@@ -35,8 +35,8 @@ class Pace(TrainerCallback):
         if self.first < 0:
             self.first = state.global_step
         if self._region:
-            self._is_in.set()
-        elif state.global_step >= BEFORE:
+            return
+        if state.global_step >= BEFORE:
             self._starts.set()
             if not self._is_in.is_set():
                 time.sleep(0.02)
@@ -44,6 +44,8 @@ class Pace(TrainerCallback):
                 self._end = state.global_step + AFTER
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._region:
+            self._is_in.set()
         if self._end and state.global_step >= self._end:
             control.should_training_stop = True
 
@@ -53,42 +55,51 @@ def join(
     kind: type[Trainer] = Trainer,
     config: OuterConfig = CONFIG,
     callbacks: Callable[[int], list[Any]] = lambda region: [],
+    data: Callable[[int], Any] = lambda region: Tokens(64, seed=region),
     **arguments: Any,
 ) -> list[Trainer]:
     """The Trainers of both regions, after a run that region 1 has come into. Fails if one fails, or the models differ."""
     coordinator, starts, is_in = serve_in_thread(), threading.Event(), threading.Event()
     regions = {"count": 1, "max": 2, "min": 1, "run": "join", "timeout_s": 30.0}
 
-    def train(region: int) -> Trainer:
+    paces = [Pace(region, starts, is_in) for region in range(2)]
+
+    def make(region: int) -> Trainer:
         given = RegionConfig(
             region=region, coordinator=coordinator.address, join=bool(region) or None, **regions
         )
         common = {"max_steps": 4000, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
         common |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "eval_steps": 3}
         common |= {"lr_scheduler_type": "constant", "dataloader_pin_memory": False, "logging_steps": 3}
-        pace = Pace(region, starts, is_in)
+        return kind(
+            model=llama(),
+            args=TrainingArguments(output_dir=str(folder), **(common | arguments)),
+            train_dataset=data(region),
+            eval_dataset=Tokens(4, seed=9),
+            callbacks=[paces[region], CoCoDCCallback(config, given), *callbacks(region)],
+        )
+
+    def train(trainer: Trainer) -> None:
         try:
-            made = kind(
-                model=llama(),
-                args=TrainingArguments(output_dir=str(folder), **(common | arguments)),
-                train_dataset=Tokens(64, seed=region),
-                eval_dataset=Tokens(4, seed=9),
-                callbacks=[pace, CoCoDCCallback(config, given), *callbacks(region)],
-            )
-            made.train()
+            trainer.train()
         finally:
             starts.set()  # nobody waits for a region that has failed
             is_in.set()
-        assert region == 0 or pace.first > BEFORE - 2, "it did not join"
-        return made
 
-    def join_later() -> Trainer:
+    def join_later() -> None:
         assert starts.wait(TIMEOUT_S)
-        return train(1)
+        if not runs[0].done():
+            train(other)
+        assert paces[1].first > BEFORE - 2, "it did not join"
 
+    one, other = [
+        make(region) for region in range(2)
+    ]  # TrainingArguments make Accelerate's state anew, for all threads
     with ThreadPoolExecutor(2) as threads:
-        runs = [threads.submit(train, 0), threads.submit(join_later)]
-        one, other = [run.result(TIMEOUT_S) for run in runs]
+        runs = [threads.submit(train, one)]
+        runs.append(threads.submit(join_later))
+        for run in runs:
+            run.result(TIMEOUT_S)
     ours, theirs = one.model.state_dict(), other.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert one.state.global_step == other.state.global_step

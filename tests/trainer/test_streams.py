@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,15 @@ class Recorder(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-def train(folder: Path, make: Callable[[int], Any], steps: int) -> list[list[int]]:
+def train(
+    folder: Path, make: Callable[[int], Any], steps: int, resume: int | None = None, **more: Any
+) -> list[list[int]]:
     """The rows that each of two regions has trained on, each with its part of what `make(region)` returns."""
 
     def body(region: int, link: Link) -> list[int]:
-        args = TrainingArguments(
-            output_dir=str(folder),
-            **{"max_steps": steps, "per_device_train_batch_size": BATCH, "seed": 3, "report_to": "none"},
-            **{"save_strategy": "no", "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True},
-        )
+        common = {"max_steps": steps, "per_device_train_batch_size": BATCH, "seed": 3, "report_to": "none"}
+        common |= {"save_strategy": "no", "use_cpu": True, "dataloader_pin_memory": False}
+        args = TrainingArguments(output_dir=str(folder), **(common | {"disable_tqdm": True} | more))
         trainer = Recorder(
             llama(),
             args,
@@ -61,7 +63,7 @@ def train(folder: Path, make: Callable[[int], Any], steps: int) -> list[list[int
             callbacks=[CoCoDCCallback(OuterConfig(method="diloco", sync_interval=5), link=link)],
         )
         trainer.read = []
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
         return trainer.read
 
     return simulate(body, regions=2)
@@ -85,3 +87,57 @@ def test_orders_without_a_seed_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(HandshakeError, match=r"disagree on data\.order.*with the same seed.*data\.order"):
         train(tmp_path, shuffled, 2)
+
+
+def noted(calls: list[int], batch: dict[str, Any]) -> dict[str, Any]:
+    calls.append(len(batch["input_ids"]))
+    return batch
+
+
+ROWS = {key: [row(n)[key].tolist() for n in range(COUNT)] for key in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "accumulate"), [("plain", 6, 1), ("mapped", 3, 2), ("shuffled", 6, 1), ("torch", 13, 1)]
+)
+def test_a_stream_is_resumed_where_it_was(kind: str, steps: int, accumulate: int, tmp_path: Path) -> None:
+    """In the pass and at the batch of the checkpoint, of which the steps say nothing; from its state if that is exact."""
+    calls: list[int] = []
+
+    def make(region: int) -> Any:
+        if kind == "torch":
+            return GloballyShuffled()
+        stream = datasets.Dataset.from_dict(ROWS).to_iterable_dataset(num_shards=3)
+        if kind == "shuffled":
+            return stream.shuffle(seed=1, buffer_size=5)
+        return stream.map(partial(noted, calls), batched=True, batch_size=3) if kind == "mapped" else stream
+
+    more = {"save_strategy": "steps", "save_steps": steps, "gradient_accumulation_steps": accumulate}
+    straight = train(tmp_path, make, 2 * steps, **more)
+    before = len(calls)
+    for region in range(2):
+        (place,) = (tmp_path / f"region-{region}" / f"checkpoint-{steps}").glob("stream.json")
+        assert (json.loads(place.read_text())["state"] is not None) == (kind in ("plain", "mapped"))
+    resumed = train(tmp_path, make, 2 * steps, resume=steps, **more)
+    half = steps * accumulate * BATCH
+    assert [part[half:] for part in straight] == resumed
+    assert kind != "mapped" or len(calls) - before < before - 4
+
+
+def test_a_stream_is_resumed_in_its_second_pass(tmp_path: Path) -> None:
+    """And where a pass is over."""
+    per_pass = COUNT // BATCH // 2
+    for steps in (per_pass, per_pass + 3):
+        folder = tmp_path / str(steps)
+        more = {"save_strategy": "steps", "save_steps": steps}
+        straight = train(
+            folder, lambda region: datasets.Dataset.from_dict(ROWS).to_iterable_dataset(2), 25, **more
+        )
+        resumed = train(
+            folder,
+            lambda region: datasets.Dataset.from_dict(ROWS).to_iterable_dataset(2),
+            25,
+            resume=steps,
+            **more,
+        )
+        assert [part[steps * BATCH :] for part in straight] == resumed

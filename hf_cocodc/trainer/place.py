@@ -1,0 +1,98 @@
+"""Where a region is in its stream. A checkpoint holds it: the number of the step does not say it where a region has joined."""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from ..link.within import from_main
+from ..run.streams import is_exact
+from ..snapshot.folders import usable
+
+FILE = "stream.json"
+"""In a checkpoint: the pass over the stream, the batches of it that a rank has trained on, and the state of the stream one step
+before, or null. Trainer then skips this step, and so notices where a pass is over."""
+
+
+class StreamPlace:
+    """The place of one Trainer, of which only a stream's counts: samples of other datasets are drawn by the number of the step.
+
+    Without a state, what was trained is read and skipped again.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._pass = self._trained = self._read = 0
+        self._has_begun = False
+        self._states: deque[tuple[int, Any]] = deque(maxlen=1)
+
+    @property
+    def _counts(self) -> bool:
+        return (
+            isinstance(self._trainer.train_dataset, IterableDataset)
+            and not self._trainer.args.ignore_data_skip
+        )
+
+    def begin(
+        self, epochs: int, batches: int, checkpoint: Path | None, joined: int | None = None
+    ) -> tuple[int, int]:
+        """The pass to begin with, and the batches to skip in it, where Trainer would take `epochs` and `batches`.
+
+        `joined`: the number of the run that a newcomer comes into. It goes on in its own part, from its own last checkpoint.
+        """
+        step = self._trainer.args.gradient_accumulation_steps
+        self._states = deque(maxlen=2 * step + 2)  # some are read ahead
+        self._has_begun = False
+        self._pass, self._trained, self._read = epochs, batches, 0
+        if not self._counts:
+            return epochs, batches
+        if joined is not None:
+            own = usable(Path(self._trainer.args.output_dir or "."), joined)
+            checkpoint = own[max(own)] if own else None
+        path = None if checkpoint is None else checkpoint / FILE
+        found = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
+        found = from_main(self._trainer.accelerator, found)
+        if found is None and joined is not None:
+            self._pass = self._trained = 0
+        elif found is not None:
+            self._pass, self._trained = found["pass"], found["batches"]
+        if found is None or found["state"] is None:
+            return self._pass, self._trained
+        self._trainer.train_dataset.load_state_dict(found["state"])
+        self._read = self._trained - step
+        return self._pass, step
+
+    def begin_pass(self) -> None:
+        """Call at the beginning of each pass."""
+        if self._has_begun:
+            self._pass, self._trained, self._read = self._pass + 1, 0, 0
+            self._states.clear()
+        self._has_begun = True
+
+    def after_step(self) -> None:
+        self._trained += self._trainer.current_gradient_accumulation_steps
+
+    def recording(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`collate`, which also keeps the state of the stream after the samples of a batch, if reading can go on from it."""
+        args, stream = self._trainer.args, self._trainer.train_dataset
+        if not self._counts or args.dataloader_num_workers or args.world_size > 1 or not is_exact(stream):
+            return collate
+
+        def collate_and_note(samples: Any) -> Any:
+            self._read += 1
+            self._states.append((self._read, stream.state_dict()))
+            return collate(samples)
+
+        return collate_and_note
+
+    def write(self, checkpoint: Path) -> None:
+        """Add the place to a checkpoint that is being written."""
+        if self._counts and self._trainer.args.should_save:
+            before = self._trained - self._trainer.args.gradient_accumulation_steps
+            state = next((state for read, state in self._states if read == before), None)
+            place = {"pass": self._pass, "batches": self._trained, "state": state}
+            (checkpoint / FILE).write_text(json.dumps(place), encoding="utf-8")
