@@ -192,7 +192,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
 def guard_of(config: OuterConfig) -> Guard | None:
     """The norm guard; None if there is none."""
     given = GUARD if config.guard is None else config.guard
-    return Guard(**given) if isinstance(given, dict) else None  # type: ignore[arg-type]
+    return Guard(**given) if isinstance(given, dict) else None
 
 
 def value_in(written: Mapping[str, Any], name: str) -> Any:

@@ -1,10 +1,13 @@
 """What the environment tells a process about its region."""
 
+import contextlib
 import functools
 import logging
 import os
-import re
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from ..errors import InputError, shown
 
@@ -82,14 +85,18 @@ def warn_alone() -> None:
         )
 
 
-def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
-    """`value`, or that of `key` in the environment if it is None. Raises InputError if they differ, or `key` has no number."""
+def from_env(value: Any, env: Mapping[str, str], key: str, name: str, kind: type = int) -> Any:
+    """`value`, or that of `key` in the environment if it is None. Raises InputError if they differ, or `key` has another kind."""
     if key not in env:
         return value
-    if not re.fullmatch(r"\d{1,9}", env[key]):
-        raise InputError(f"{key}={shown(env[key])} must be a whole number from 0.")
-    if value is not None and value != int(env[key]):
+    given = shown(env[key])
+    told: Any = None
+    with contextlib.suppress(msgspec.ValidationError):
+        told = msgspec.convert(env[key], kind, strict=False)
+    if told is None or (kind is int and told < 0):
+        raise InputError(f"{key}={given} must be {'0 or 1' if kind is bool else 'a whole number from 0'}.")
+    if value is not None and value != told:
         raise InputError(
-            f"{name}={value} but the environment says {key}={env[key]}. Make them equal, or unset one."
+            f"{name}={shown(value)} but the environment says {key}={given}. Make them equal, or unset one."
         )
-    return int(env[key])
+    return told

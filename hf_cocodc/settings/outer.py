@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, shown
 from .fields import (
     Limit,
     Names,
     Settings,
     among,
     at_least,
+    build,
     documented,
     expert,
     rules_of,
@@ -62,11 +63,6 @@ AUTO_VALUES: dict[str, dict[str, float]] = {
 METHODS = tuple(AUTO_VALUES)
 """The names of `newer.known`."""
 
-GUARD: dict[str, float] = {"clip": 3.0, "drop": 6.0, "history": 16}
-"""The default of `outer.guard`."""
-_HISTORY = 8, 4096
-"""The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
-
 
 class OnlyWith(NamedTuple):
     """A setting that has an effect only if another one has one of these values."""
@@ -85,6 +81,29 @@ def _is_in(value: Any, least: float, below: float = math.inf) -> bool:
 
 
 _SHARE = Limit(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings(Settings):
+    """What `outer.guard` holds."""
+
+    SECTION = "outer.guard"
+
+    clip: float = setting("From how many times the ordinary norm on a norm is scaled down.", default=3.0)
+    drop: float = setting("From how many times the ordinary norm on it is left out.", default=6.0)
+    history: int = setting("Landings whose median is ordinary.", within(8, 4096), default=16)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.clip <= self.drop:
+            raise InputError(
+                f"outer.guard: clip={self.clip:g} and drop={self.drop:g} must be finite, clip more than 1 and drop not less than "
+                "clip. 1 is the ordinary norm."
+            )
+
+
+GUARD = GuardSettings().to_dict()
+"""The default of `outer.guard`."""
 
 
 @documented
@@ -229,7 +248,7 @@ class OuterConfig(Settings):
         at_least(1),
         default=3,
     )
-    guard: dict[str, float] | str | None = expert(
+    guard: dict[str, Any] | str | None = expert(
         "Norm guard: an outer gradient with more than clip times the ordinary norm is scaled down to clip times that norm. One "
         "with more than drop times is left out, and if most regions have more, none counts. The ordinary norm is the larger of "
         "two medians: that of the fragment's last history landings (at the present learning rate), and that of the regions now. "
@@ -244,8 +263,9 @@ class OuterConfig(Settings):
         super().__post_init__()
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
-        if self.guard is not None:
-            object.__setattr__(self, "guard", guard_settings(self.guard))
+        if self.guard not in (None, "none"):
+            guard = build(GuardSettings, _pairs(self.guard), "outer.guard").to_dict()
+            object.__setattr__(self, "guard", guard)
 
     def given(self) -> dict[str, Any]:
         """The arguments for the method: fields that are not None."""
@@ -305,41 +325,6 @@ def _value(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return kind(text)
     return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def guard_settings(given: Any) -> dict[str, float] | str:
-    """All settings of the norm guard, or "none". Raises InputError if a value cannot be.
-
-    >>> guard_settings("clip=3,drop=30"), guard_settings({"history": 8})
-    ({'clip': 3.0, 'drop': 30.0, 'history': 16}, {'clip': 3.0, 'drop': 6.0, 'history': 8})
-    """
-    if given == "none":
-        return "none"
-    limits = _pairs(given)
-    if not isinstance(limits, dict):
-        raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 3, drop: 6, history: 16}}.")
-    guard: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
-    for name, value in limits.items():
-        if name not in guard:
-            raise InputError(
-                f"outer.guard={shown(given)}: {shown(name)} is not known.{nearest(str(name), list(GUARD))}"
-            )
-        try:
-            guard[name] = float(value)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"outer.guard: {name}={shown(value)} is not a number.") from error
-    if not 1 < guard["clip"] <= guard["drop"] < math.inf:
-        raise InputError(
-            f"outer.guard: clip={guard['clip']:g} and drop={guard['drop']:g} must be finite, clip more than 1 and drop not less "
-            "than clip. 1 is the ordinary norm."
-        )
-    history, (least, most) = guard["history"], _HISTORY
-    if not (least <= history <= most and history.is_integer()):
-        raise InputError(
-            f"outer.guard: history={history:g} must be a whole number from {least} to {most}. With fewer landings nobody knows "
-            "what is ordinary."
-        )
-    return guard | {"history": int(history)}
 
 
 def alpha_of(given: float | None, overlap_steps: int | str) -> float:

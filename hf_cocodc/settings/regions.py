@@ -355,29 +355,13 @@ class RegionConfig(Settings):
         return f"regions are numbered 0 .. {self.count - 1}. Lower {ENV_REGION} or raise {ENV_REGIONS} (regions.count).{higher}"
 
     def joins(self, env: Mapping[str, str]) -> bool:
-        """Whether this region enters a run that is training. Raises InputError if `join` contradicts the environment, or what
-        stands there is neither 0 nor 1.
-        """
-        wish = env.get(ENV_JOIN)
-        if wish is None:
-            return bool(self.join)
-        if wish not in ("0", "1"):
-            raise InputError(f"{ENV_JOIN}={shown(wish)} must be 0 or 1.")
-        if self.join is not None and self.join != (wish == "1"):
-            raise InputError(
-                f"regions.join={str(self.join).lower()} but the environment says {ENV_JOIN}={wish}. Make them equal, or unset "
-                "one."
-            )
-        return wish == "1"
+        """Whether this region enters a run that is training. Raises InputError like `from_env`."""
+        return bool(from_env(self.join, env, ENV_JOIN, "regions.join", bool))
 
     def name_of_run(self, env: Mapping[str, str]) -> str | None:
-        """`run`, or the name in the environment if it is None. Raises InputError if the two names differ."""
-        if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
-            raise InputError(
-                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
-                "unset one."
-            )
-        return self.run or env.get(ENV_RUN)
+        """`run`, or the name in the environment if it is None. Raises InputError like `from_env`."""
+        name: str | None = from_env(self.run, env, ENV_RUN, "regions.run", str)
+        return name
 
 
 def address_parts(address: str) -> tuple[str, int | None]:

@@ -162,7 +162,7 @@ def test_the_settings_allow_what_the_guard_can_remember() -> None:
     for history in (WARM_UP, LONGEST_HISTORY):
         assert OuterConfig(guard={"history": history}).guard["history"] == history  # type: ignore[index]
     for history in (WARM_UP - 1, LONGEST_HISTORY + 1):
-        with pytest.raises(InputError, match=f"from {WARM_UP} to {LONGEST_HISTORY}"):
+        with pytest.raises(InputError, match=rf"{WARM_UP} \.\. {LONGEST_HISTORY}"):
             OuterConfig(guard={"history": history})
     assert OuterConfig(guard={}).guard == Guard()._asdict()
 

@@ -167,7 +167,7 @@ def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) ->
         (
             OuterConfig,
             {"guard": {"clip": "x"}},
-            "outer.guard={'clip': 'x'}: each value in it must be a number",
+            "outer.guard.clip='x' must be a number, not str",
         ),
         (RegionConfig, {"timeout_s": "20"}, "regions.timeout_s='20' must be a number, not str"),
         (RegionConfig, {"region": 0.5}, "regions.region=0.5 must be a whole number or null, not float"),

@@ -306,7 +306,7 @@ def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_COCODC_REGIONS", "3")
     assert list(shards.region_shard(range(7), RegionConfig())) == [1, 4]
     assert list(shards.region_shard(range(7), RegionConfig(on_loss="continue", max=5))) == [1, 6]
-    with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
+    with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS='3'"):
         shards.region_shard(range(7), RegionConfig(region=1, count=2))
 
 
