@@ -14,7 +14,6 @@ import numpy as np
 from ...errors import InputError
 from . import timeline
 from .journals import MOST_NUMBER, RegionJournal, figure
-from .members import sentence
 from .runs import RunRecord
 from .spending import sent_over, shares, spent, totals
 from .summary import summarize
@@ -23,13 +22,8 @@ from .waits import Activity, Story, sections
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
 _STYLES = ("-", "--", ":", "-.")
-MOST_POINTS = 600
-"""A line has at most about so many points."""
 _COARSE = 80
-_ROUGH = 100
-"""A line with more values is smoothed; the values themselves are drawn faintly."""
-_SMOOTHED_OVER = 40
-"""A smoothed line averages over one part in so many of it."""
+"""A line has at most twice as many points."""
 _MOST_NAMED = 8
 """Most lines that a description names."""
 _WIDE, _NARROW, _LOW = 10.0, 5.2, 3.0
@@ -123,7 +117,7 @@ def _described(axis: Any) -> str:
 def losses(runs: Sequence[RunRecord]) -> list[Picture]:
     """The losses of runs against steps, tokens, bytes and time."""
     wanted = [0, *([1] if any(run.tokens(1) is not None for run in runs) else []), 2]
-    wanted += [] if all(run.in_steps for run in runs) else [3]
+    wanted += [3] if any(run.has_times for run in runs) else []
     return [_chart(lambda axis, which=which: draw_losses(axis, runs, which)) for which in wanted]  # type: ignore[misc]
 
 
@@ -151,7 +145,7 @@ def strips(run: RunRecord) -> Picture:
         axis = made.subplots()
         timeline.draw_shares(axis, run)
         timeline.legend(axis, run, with_phases=False)
-        rows = {} if run.in_steps else dict(spent(run))
+        rows = dict(spent(run))
         words = []
         for place, story in enumerate(run.stories[:_MOST_NAMED]):
             seconds = {name: row[place] for name, row in rows.items() if row[place]}
@@ -176,41 +170,32 @@ def transfers(run: RunRecord, window: timeline.Window) -> Picture:
         return Picture(_svg(made), f"{window.title}: {words}.")
 
 
-def attendance(run: RunRecord) -> Picture:
-    """Who took part."""
-    with _drawing() as figure:
-        made = figure(0.7 + 0.2 * len(run.attendance))
-        draw_attendance(made.subplots(), run)
-        return Picture(_svg(made), f"Regions that took part: {sentence(run.found)}.")
-
-
 def plot_run(run: RunRecord, path: Path) -> None:
-    """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
-
-    Where a run goes on without a lost region, a strip below the losses shows who was there. The ending of `path` decides
-    between PNG and SVG. Raises InputError if matplotlib is not installed.
+    """Draw a run as one picture: losses and, if they have times, what the time of each region went into, and the transfers around
+    its longest wait. The ending of `path` decides between PNG and SVG. Raises InputError if matplotlib is not installed.
     """
-    shown = timeline.windows(run)[:1]
-    there = [0.35 + 0.16 * len(run.attendance)] if run.found else []
-    windows = [_height_of_window(run, each) for each in shown]
-    heights = [3.4, *there, _height_of_strips(run), *windows]
+    shown = timeline.windows(run)[:1] if run.has_times else []
+    heights = [
+        3.4,
+        *([_height_of_strips(run)] if run.has_times else []),
+        *(_height_of_window(run, w) for w in shown),
+    ]
     with _drawing() as figure:
         made = figure(sum(heights))
-        first, *rest = made.subplots(len(heights), 1, height_ratios=heights)
+        first, *rest = made.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         draw_losses(first, [run], 0)
         title = f"{run.method}, {run.num_regions} regions"
-        if run.has_finished and not run.in_steps:
+        if run.has_finished and run.has_times:
             title += f"; training blocked: {summarize(run).blocked()}"
         first.set_title(title)
         if first.get_legend_handles_labels()[0]:
             first.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-        if there:
-            draw_attendance(rest.pop(0), run)
-        timeline.draw_shares(rest[0], run)
-        timeline.legend(rest[0], run, with_phases=False)
-        for axis, window in zip(rest[1:], shown, strict=True):
-            timeline.draw_window(axis, run, window)
-            timeline.legend(axis, run, with_phases=True)
+        for axis, window in zip(rest, [None, *shown], strict=False):
+            if window is None:
+                timeline.draw_shares(axis, run)
+            else:
+                timeline.draw_window(axis, run, window)
+            timeline.legend(axis, run, with_phases=window is not None)
         path.parent.mkdir(parents=True, exist_ok=True)
         made.savefig(path, dpi=130)
 
@@ -226,17 +211,6 @@ def _height_of_window(run: RunRecord, window: timeline.Window) -> float:
 def style(place: int) -> dict[str, Any]:
     """How the line of one region, or of one run, looks."""
     return {"color": CYCLE[place % len(CYCLE)], "ls": _STYLES[place // len(CYCLE) % len(_STYLES)]}
-
-
-def thin(points: Points) -> Points:
-    """At most about `MOST_POINTS` points: the lowest and the highest of each stretch, so that no peak is lost."""
-    if len(points) <= MOST_POINTS:
-        return points
-    kept: Points = []
-    for part in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
-        ends = sorted({min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])})
-        kept += [points[place] for place in ends]
-    return kept
 
 
 def binned(points: Points) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -273,28 +247,10 @@ def _losses(
     return entries
 
 
-def smooth(points: Points) -> Points:
-    """An exponential moving average over a share of the line, without a bias toward its first value."""
-    keep = 1 - min(1.0, _SMOOTHED_OVER / len(points))
-    smoothed, mean, weight = [], 0.0, 0.0
-    for x, y in points:
-        mean, weight = keep * mean + (1 - keep) * y, keep * weight + (1 - keep)
-        smoothed.append((x, mean / weight))
-    return smoothed
-
-
 def _gaps(story: Story, times: Sequence[float]) -> list[int]:
     """The places of the first values after the region was not there."""
     parts = np.searchsorted([begin for begin, _ in story.there], times, side="right")
-    return [] if story.in_steps else (1 + np.flatnonzero(np.diff(parts))).tolist()
-
-
-def _broken(points: Points, gaps: Sequence[int]) -> tuple[list[float], list[float]]:
-    """The xs and ys of a line that is not drawn through the gaps."""
-    parts = [points[a:b] for a, b in itertools.pairwise([0, *gaps, len(points)])]
-    kept = [[*thin(part), (part[-1][0], math.nan)] for part in parts if part]
-    xs, ys = zip(*itertools.chain.from_iterable(kept), strict=True)
-    return list(xs[:-1]), list(ys[:-1])
+    return (1 + np.flatnonzero(np.diff(parts))).tolist()
 
 
 def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
@@ -318,15 +274,10 @@ def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
                     held_out.setdefault(at[0] or 0.0, (x / scale, loss))
             if not points:
                 continue
-            look = style(place if is_one else number)
-            is_rough = len(points) > _ROUGH
-            gaps = _gaps(run.stories[place], times)
-            if is_rough and is_one:
-                axis.plot(*_broken(points, gaps), color=look["color"], lw=0.5, alpha=0.25)
             label = f"region {journal.region}" if is_one else None if place else f"{run.name}: training"
-            look |= {"lw": 1.2, "alpha": 0.9} if is_one else {"lw": 0.9, "alpha": 0.8}
-            look |= {"marker": "." if len(points) < _COARSE // 2 else None, "ms": 4}
-            axis.plot(*_broken(smooth(points) if is_rough else points, gaps), label=label, **look)
+            look = style(place) | {"lw": 1.2} if is_one else style(number) | {"lw": 0.9, "alpha": 0.8}
+            parts = itertools.pairwise([0, *_gaps(run.stories[place], times), len(points)])
+            _lines(axis, [points[a:b] for a, b in parts], label, look, with_band=is_one)
         if held_out:
             dark = "#000000" if is_one else CYCLE[number % len(CYCLE)]
             label = "held out" if is_one else f"{run.name}: held out"
@@ -357,9 +308,7 @@ def draw_learning_rates(axis: Any, run: RunRecord) -> None:
         rates = [(e["step"], figure(e, "learning_rate")) for e in journal.events if e["kind"] == "log"]
         points = [(float(step), rate) for step, rate in rates if rate is not None]
         if points:
-            axis.plot(
-                *zip(*thin(points), strict=True), lw=1.2, label=f"region {journal.region}", **style(place)
-            )
+            _lines(axis, [points], f"region {journal.region}", style(place))
     axis.set_ylim(bottom=0)
     axis.set_xlabel("inner step")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -396,7 +345,7 @@ def draw_bandwidth(axis: Any, run: RunRecord) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel(unit.label)
     axis.yaxis.set_major_formatter(EngFormatter())
-    plain(axis, "sent (bits per inner step)" if run.in_steps else "sent (bits per second)")
+    plain(axis, "sent (bits per second)")
 
 
 def draw_staleness(axis: Any, run: RunRecord) -> None:
@@ -415,11 +364,10 @@ def draw_transfer_times(axis: Any, run: RunRecord) -> None:
 
 
 def _per_landing(axis: Any, run: RunRecord, value: Callable[[Any], float | None]) -> None:
-    unit = unit_of(run)
     for place, story in enumerate(run.stories):
-        points = [(f.landed / unit.seconds, value(f)) for f in story.flights if f.landed is not None]
-        _band(axis, [(x, y) for x, y in points if y is not None], f"region {story.region}", style(place))
-    axis.set_xlabel(unit.label)
+        points = [(float(f.landed_at), value(f)) for f in story.flights if f.landed_at is not None]
+        _lines(axis, [[(x, y) for x, y in points if y is not None]], f"region {story.region}", style(place))
+    axis.set_xlabel("inner step")
 
 
 def draw_norms(axis: Any, run: RunRecord) -> None:
@@ -428,12 +376,14 @@ def draw_norms(axis: Any, run: RunRecord) -> None:
     for place, (journal, story) in enumerate(zip(run.journals, run.stories, strict=True)):
         own = _norms_of(run, journal.region)
         own = [(x, y) for x, y in own if 1 / MOST_NUMBER < y < MOST_NUMBER]
-        _band(axis, own, f"region {story.region}", style(place))
+        _lines(axis, [own], f"region {story.region}", style(place))
         for event in journal.events:
             norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
             if norm is not None and norm > 1 / MOST_NUMBER:
                 means.setdefault((event["sent_at"], event["fragment"]), (float(event["sent_at"]), norm))
-    _band(axis, [means[key] for key in sorted(means)], "mean of the regions", {"color": "#000000", "ls": "-"})
+    _lines(
+        axis, [[means[key] for key in sorted(means)]], "mean of the regions", {"color": "#000000", "ls": "-"}
+    )
     marks = {(e["sent_at"], e["fragment"]) for j in run.journals for e in j.events if e["kind"] == "guard"}
     marked = [means[key] for key in sorted(marks) if key in means]
     if marked:
@@ -468,27 +418,20 @@ def _norms_of(run: RunRecord, region: int) -> Points:
     return [(float(step), by_transfer[step, fragment]) for step, fragment in sorted(by_transfer)]
 
 
-def _band(axis: Any, points: Points, label: str, look: dict[str, Any]) -> None:
-    """A line through the middle values, and a pale band from the least to the largest one."""
-    if not points:
-        return
-    middle, low, usual, high = binned(points)
-    if low is not high:
-        axis.fill_between(middle, low, high, color=look["color"], alpha=0.15, lw=0)
-    axis.plot(middle, usual, lw=1.1, marker="." if len(middle) < 40 else None, ms=4, label=label, **look)
-
-
-def draw_attendance(axis: Any, run: RunRecord) -> None:
-    """One row per region: a bar where it took part; a line through all rows at each change."""
-    there = run.attendance
-    for row, bars in enumerate(there.values()):
-        axis.hlines([row] * len(bars), *zip(*bars, strict=True), color="#009e73", lw=6, alpha=0.7)
-    for change in run.found[1:]:
-        axis.axvline(change.step, color="gray", lw=0.6, ls=":")
-    axis.set_yticks(range(len(there)), [f"region {region}" for region in there])
-    axis.set_ylim(len(there) - 0.5, -0.5)
-    axis.grid(alpha=0.25, axis="x")
-    axis.set_xlabel("inner step")
+def _lines(
+    axis: Any, parts: Sequence[Points], label: str | None, look: dict[str, Any], with_band: bool = True
+) -> None:
+    """A line through the middle values of each part, with gaps between parts; and a pale band from the least to the largest."""
+    xs, ys = [], []
+    for part in filter(None, parts):
+        middle, low, usual, high = binned(part)
+        if with_band and low is not high:
+            axis.fill_between(middle, low, high, color=look["color"], alpha=0.15, lw=0)
+        xs += [*middle, middle[-1]]
+        ys += [*usual, math.nan]
+    if xs:
+        marker = "." if len(xs) < _COARSE // 2 else None
+        axis.plot(xs[:-1], ys[:-1], marker=marker, ms=4, label=label, **{"lw": 1.1, **look})
 
 
 def _middles(edges: np.ndarray) -> np.ndarray:

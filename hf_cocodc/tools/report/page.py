@@ -12,7 +12,6 @@ from ...errors import InputError
 from . import charts, timeline
 from .charts import Picture
 from .journals import unreadable
-from .members import sentence
 from .runs import RunRecord
 from .spending import NOT_THERE, longest_waits, spent, union
 from .summary import summarize
@@ -99,7 +98,7 @@ def _prose(value: object) -> Any:
 
 def _advice(run: RunRecord, name: str) -> list[str]:
     """What would make the run faster, if anything would by much."""
-    if run.in_steps:
+    if not run.has_times:
         return []
     there = [max(sum(end - begin for begin, end in union(story.there)), 1e-9) for story in run.stories]
     advice = []
@@ -174,14 +173,31 @@ def _overview(runs: Sequence[RunRecord]) -> Table:
 
 def _losses(runs: Sequence[RunRecord]) -> list[Block]:
     about = (
-        "Training loss of each region, smoothed where it has many values, over the values themselves; and the held-out loss of "
-        "the evaluated weights. Tokens are those of all regions; bytes are what one region had sent."
+        "Training loss of each region: middle values and, of one run, a pale band from the least to the largest ones; and the "
+        "held-out loss of the evaluated weights. Tokens are those of all regions; bytes are what one region had sent."
     )
     return [Block(about=about, charts=charts.losses(runs))]
 
 
 def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
     """The headings for one run, and what stands under them."""
+    if run.has_times:
+        yield from _of_times(run, window)
+    bands = "Lines are middle values; pale bands go from the least to the largest value."
+    wire = [charts.draw_transfer_times] if run.has_times else []
+    yield (
+        "Staleness and transfers",
+        [Block(about=bands, charts=charts.of_run(run, charts.draw_staleness, *wire))],
+    )
+    rates = [charts.draw_learning_rates] if charts.has_learning_rates(run) else []
+    yield (
+        "Outer gradients" + " and learning rate" * bool(rates),
+        [Block(charts=charts.of_run(run, charts.draw_norms, *rates))],
+    )
+
+
+def _of_times(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
+    """What only a clock can tell."""
     strips = (
         "Each strip is a region, from the start to now; its colors are the shares of the time. Journals of different machines "
         "are put on one clock by the ends of the transfers that they share."
@@ -203,32 +219,11 @@ def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tupl
         "Utilization is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count as "
         "used; `hf-cocodc plan` counts inner steps alone."
     )
-    kinds = [charts.draw_utilization] if not run.in_steps else []
-    yield (
-        "Utilization and bandwidth",
-        [Block(about=used if kinds else "", charts=charts.of_run(run, *kinds, charts.draw_bandwidth))],
-    )
-    bands = "Lines are middle values; pale bands go from the least to the largest value."
-    wire = [] if run.in_steps else [charts.draw_transfer_times]
-    yield (
-        "Staleness and transfers",
-        [Block(about=bands, charts=charts.of_run(run, charts.draw_staleness, *wire))],
-    )
-    rates = [charts.draw_learning_rates] if charts.has_learning_rates(run) else []
-    yield (
-        "Outer gradients" + " and learning rate" * bool(rates),
-        [Block(charts=charts.of_run(run, charts.draw_norms, *rates))],
-    )
-    if run.found[1:]:
-        yield (
-            "Regions that were there",
-            [Block(about=sentence(run.found), wide=charts.attendance(run))],
-        )
+    kinds = charts.draw_utilization, charts.draw_bandwidth
+    yield "Utilization and bandwidth", [Block(about=used, charts=charts.of_run(run, *kinds))]
 
 
 def _lost(run: RunRecord) -> list[Block]:
-    if run.in_steps:
-        return []
     heads = ["seconds (share of the run)", *(f"region {story.region}" for story in run.stories)]
     rows = [[name, *(_share(each, run.end) for each in seconds)] for name, seconds in spent(run)]
     about = (
@@ -244,7 +239,7 @@ def _share(seconds: float, total: float) -> str:
 
 
 def _waits(run: RunRecord) -> list[Block]:
-    longest = [] if run.in_steps else longest_waits(run, _MOST_WAITS)
+    longest = longest_waits(run, _MOST_WAITS)
     heads = [
         "the longest waits",
         "at (s)",

@@ -75,7 +75,7 @@ class RunRecord:
         name: for headings and legends.
         journals: one per region, by number, without what is `outside`; `stories` are in the same order.
         shifts: for each section of each journal, what to add to its times for the common axis (`offsets`).
-        in_steps: time stood still, and the axis of the stories shows inner steps.
+        has_times: whether a clock ran: measured, or simulated.
         found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
         outside: journals of processes that were to join the run and have not come in; not part of the run.
         empty: journals without a readable line.
@@ -85,7 +85,7 @@ class RunRecord:
     journals: list[RegionJournal]
     stories: list[Story]
     shifts: list[list[float]]
-    in_steps: bool
+    has_times: bool
     found: list[MemberChange]
     outside: list[RegionJournal] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
@@ -206,14 +206,14 @@ def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] =
     outside = [rest for _, rest in both if rest.events]
     if not ordered:
         ordered, outside = outside, []
-    in_steps = all(
+    has_times = not all(
         journal.start.get("timing") == "none" or journal.events[-1]["time_s"] == 0 for journal in ordered
     )
-    shifts = offsets(ordered) if not in_steps else [[0.0] * len(sections(each.events)) for each in ordered]
-    stories = [story_of(each, own, in_steps) for each, own in zip(ordered, shifts, strict=True)]
+    shifts = offsets(ordered)
+    stories = [story_of(each, own) for each, own in zip(ordered, shifts, strict=True)]
     blame(stories)
     history = changes([journal.events for journal in ordered])
-    return RunRecord(name, ordered, stories, shifts, in_steps, history, outside, list(empty))
+    return RunRecord(name, ordered, stories, shifts, has_times, history, outside, list(empty))
 
 
 def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:

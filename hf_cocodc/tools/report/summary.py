@@ -177,7 +177,7 @@ def _transfers(events: Sequence[Sequence[Event]], kind: str) -> Counter[int]:
 def _there(run: RunRecord, end: float) -> float:
     """Seconds before `end` in which a region was in the run; 0 if time stood still."""
     spans = union(span for story in run.stories for span in story.there)
-    return 0.0 if run.in_steps else sum(max(min(until, end) - since, 0.0) for since, until in spans)
+    return 0.0 if not run.has_times else sum(max(min(until, end) - since, 0.0) for since, until in spans)
 
 
 def _held_out(journals: Sequence[RegionJournal]) -> dict[int, Event]:

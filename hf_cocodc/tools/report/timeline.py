@@ -51,8 +51,6 @@ class Unit(NamedTuple):
 
 def unit_of(run: RunRecord, span: float | None = None) -> Unit:
     """The unit for an axis of `span` seconds; of the whole run by default."""
-    if run.in_steps:
-        return Unit(1.0, "inner step (time was not simulated)")
     simulated = ", simulated" if run.start.get("timing") == "simulated" else ""
     span = run.end if span is None else span
     for seconds, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):

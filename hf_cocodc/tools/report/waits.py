@@ -69,14 +69,12 @@ class Story:
     """What one region did.
 
     Attributes:
-        in_steps: time stood still; inner steps stand for it.
         there: from when to when the region took part in the run; times are on the common axis.
         spans: what it did besides training, ordered by beginning; without landings until `blame` adds them.
         flights: its transfers, ordered by landing.
     """
 
     region: int
-    in_steps: bool = False
     there: list[tuple[float, float]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
@@ -98,25 +96,22 @@ def arrival_of(event: Event) -> float | None:
     return None if rested is None else event["time_s"] - rested
 
 
-def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = False) -> Story:
-    """What a region did, in seconds, or in inner steps if time stands still (`in_steps`).
+def story_of(journal: RegionJournal, offsets: Sequence[float]) -> Story:
+    """What a region did. If time stood still, it did all at once.
 
     `offsets` has what to add to the times of each of its `sections` for the common axis.
     """
-    story = Story(journal.region, in_steps)
+    story = Story(journal.region)
     for section, offset in zip(sections(journal.events), offsets, strict=True):
-        _tell(story, section, _clock(section, offset, in_steps), in_steps)
+        _tell(story, section, offset)
     story.flights.sort(key=lambda flight: flight.sent if flight.landed is None else flight.landed)
     return story
 
 
-def _clock(section: Sequence[Event], offset: float, in_steps: bool) -> Callable[[Event], float]:
-    if in_steps:
-        return lambda event: float(event["step"])
-    return lambda event: event["time_s"] + offset
+def _tell(story: Story, section: Sequence[Event], offset: float) -> None:
+    def at(event: Event) -> float:
+        return float(event["time_s"] + offset)
 
-
-def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], in_steps: bool) -> None:
     begin, end = at(section[0]), max(map(at, section))
     # a region that comes to others that train follows them first
     is_in = not section[0].get("joins")
@@ -129,17 +124,17 @@ def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], 
         elif not is_in:
             continue
         elif kind == "away":
-            since = at(event) - (0.0 if in_steps else figure(event, "held_s") or 0.0)
+            since = at(event) - event["held_s"]
             story.there.append((begin, max(since, begin)))
             sends.clear()
             is_in = False
         elif kind == "send":
             sends[event["fragment"], event["step"]] = event
-            story.spans += _held(event, at(event), in_steps)
+            story.spans += _held(event, at(event))
         elif kind in ("land", "void"):
-            flight = _flight(event, sends.pop((event["fragment"], event["sent_at"]), None), at, in_steps)
+            flight = _flight(event, sends.pop((event["fragment"], event["sent_at"]), None), at)
             story.flights.append(flight)
-        elif kind in ("evaluate", "save") and not in_steps:
+        elif kind in ("evaluate", "save"):
             took = figure(event, "took_s") or 0.0
             doing = Activity.EVALUATING if kind == "evaluate" else Activity.SAVING
             blocked = min(figure(event, "blocked_s") or 0.0, took)
@@ -157,19 +152,15 @@ def _is_own_join(story: Story, event: Event) -> bool:
     return event["kind"] == "join" and event["region"] == story.region
 
 
-def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_steps: bool) -> Flight:
+def _flight(event: Event, send: Event | None, at: Callable[[Event], float]) -> Flight:
     landed = at(event)
     blocked = figure(event, "blocked_s") or 0.0
     bytes_sent = event.get("bytes_sent") or 0
     sent = landed if send is None else min(at(send), landed)
-    if in_steps:
-        sent = float(event["sent_at"])
     flight = Flight(
         event["fragment"], event["sent_at"], event["step"], sent, landed=landed, blocked_s=blocked
     )
     flight.bytes_sent, flight.is_void = bytes_sent, event["kind"] == "void"
-    if in_steps:
-        return flight
     took = max(figure(event, "took_s") or 0.0, blocked)
     flight.waited = (landed - took, landed - took + blocked)
     arrived, on_link = arrival_of(event), figure(event, "transfer_s") or 0.0
@@ -182,13 +173,12 @@ def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_s
     return flight
 
 
-def _held(event: Event, end: float, in_steps: bool) -> list[Span]:
+def _held(event: Event, end: float) -> list[Span]:
     """What a send took; it may have waited for the transfer before it."""
     took, blocked = figure(event, "took_s") or 0.0, figure(event, "blocked_s") or 0.0
     took = max(took, blocked)
     edge = end - took + blocked
-    spans = (end - took, edge, Activity.FOR_THE_LINK), (edge, end, Activity.HANDLING)
-    return [] if in_steps else _spans(*spans)
+    return _spans((end - took, edge, Activity.FOR_THE_LINK), (edge, end, Activity.HANDLING))
 
 
 def _landing(flight: Flight) -> list[Span]:

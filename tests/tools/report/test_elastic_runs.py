@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
-
-import matplotlib.axes
-import pytest
 
 from hf_cocodc.run.journal import Journal
-from hf_cocodc.tools.report.charts import plot_run
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarize
 
@@ -67,24 +62,3 @@ def test_the_summary_says_who_was_there(tmp_path: Path) -> None:
         "3 from step 600 (region 3 lost)"
     ) in lines
     assert (summary.bytes_sent, summary.perplexity_after) == (402, 7.389)
-
-
-@pytest.mark.parametrize("dies", [True, False])
-def test_the_picture_has_a_strip_with_gaps(
-    dies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row per region, below the losses; also if the first region did not come to the end."""
-    bars: list[tuple[int, int, int]] = []
-    draw = matplotlib.axes.Axes.hlines
-
-    def hlines(axis: Any, rows: Any, begins: Any, ends: Any, **style: Any) -> Any:
-        if style["color"] == "#009e73":
-            bars.extend(zip(rows, begins, ends, strict=True))
-        return draw(axis, rows, begins, ends, **style)
-
-    monkeypatch.setattr(matplotlib.axes.Axes, "hlines", hlines)
-    paths = [a_journal(tmp_path, region, dies) for region in range(4)]
-    plot_run(read_run("run", paths[::-1] if dies else paths), tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    last = (3, 0, 600) if dies else (3, 0, 800)
-    assert bars == [(0, 0, 800), (1, 0, 310), (1, 480, 800), (2, 0, 800), last]

@@ -147,7 +147,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, and have no figures."""
     for name in ("losses", "of_run"):
         monkeypatch.setattr(pictures, name, lambda *args: [])
-    for name in ("strips", "transfers", "attendance"):
+    for name in ("strips", "transfers"):
         monkeypatch.setattr(pictures, name, lambda *args: pictures.Picture("<svg></svg>", ""))
     monkeypatch.setattr(pictures, "plot_run", lambda run, path: None)
 

@@ -293,14 +293,3 @@ def contrast(one: list[float], other: list[float]) -> float:
     ]
     dark, light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
     return (light + 0.05) / (dark + 0.05)
-
-
-def test_rough_lines_are_smoothed_without_a_bias() -> None:
-    """A constant stays itself, the ends of a noisy line stay near its middle."""
-    from hf_cocodc.tools.report.charts import smooth
-
-    assert [round(y, 9) for _, y in smooth([(float(x), 2.0) for x in range(500)])] == [2.0] * 500
-    chance = random.Random(0)
-    noisy = [(float(x), 5 - x / 1000 + chance.gauss(0, 0.3)) for x in range(1000)]
-    found = smooth(noisy)
-    assert max(abs(y - (5 - x / 1000)) for x, y in found[30:]) < 0.25

@@ -12,13 +12,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.tools.report.charts import draw_losses, losses
+from hf_cocodc.tools.report.charts import AXES, draw_losses, losses, plot_run
 from hf_cocodc.tools.report.journals import read_journal
+from hf_cocodc.tools.report.page import page
 from hf_cocodc.tools.report.runs import load, read_run
 from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, shares, spent
 from hf_cocodc.tools.report.summary import summarize
 from hf_cocodc.tools.report.timeline import windows
-from hf_cocodc.tools.report.waits import Activity, story_of
+from hf_cocodc.tools.report.waits import Activity
 from tests.tools.report.made import a_cut_run, a_resumed_run, a_run, write
 
 
@@ -239,23 +240,25 @@ def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_without_time_is_told_in_steps(tmp_path: Path) -> None:
+def test_a_run_without_time_has_losses_and_no_timeline(tmp_path: Path) -> None:
     """A simulation that counts no seconds."""
     path = a_run(tmp_path, regions=1)[0]
     events = [{**event, "time_s": 0.0} for event in events_of(path)]
     events[0]["timing"] = "none"
     write(path.parent.parent, events)
     [run] = load([tmp_path])
-    assert run.in_steps and run.end == run.step == 80
-    story = story_of(run.journals[0], [0.0], in_steps=True)
-    assert all((f.sent, f.landed) == (f.sent_at, f.landed_at) for f in story.flights)
+    assert not run.has_times and run.step == 80
+    assert [each.alt.split(":")[0].split(" against ")[1] for each in losses([run])] == list(AXES[:3])
+    plot_run(run, tmp_path / "run.png")
+    text = page([run])
+    assert "Staleness" in text and "Who waited for whom" not in text
 
 
 def test_transfers_that_leave_at_one_moment_have_a_window(tmp_path: Path) -> None:
     """However many they are: it does not become narrower for ever."""
     for path in a_run(tmp_path, regions=8, fragments=60, steps=6, interval=1, overlap=1):
-        events = [{**event, "time_s": 0.0} for event in events_of(path)]
-        write(path.parent.parent, [{**events[0], "timing": "none"}, *events[1:]])
+        events = [{**event, "time_s": float(event["step"])} for event in events_of(path)]
+        write(path.parent.parent, events)
     [run] = load([tmp_path])
     found = windows(run)
     assert found and all(0 <= each.begin < each.end <= 6.1 for each in found)
