@@ -86,6 +86,8 @@ def _commands(made: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, s
     for group in _groups(made):
         helps = {each.dest: each.help or "" for each in group._choices_actions}
         for word, each in group.choices.items():
+            if word not in helps:  # it has moved, and says where
+                continue
             yield f"{name} {word}", helps.get(word, ""), each
             yield from _commands(each, f"{name} {word}")
 

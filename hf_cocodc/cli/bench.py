@@ -1,11 +1,11 @@
-"""`hf-cocodc bench`: measure the cost of each part, compared with the best that the hardware can do."""
+"""`hf-cocodc bench link`: measure a mean over a link, compared with the best that the link can do."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..coordinator.secret import secret_of
-from ..errors import InputError
+from ..errors import InputError, short
 from ..settings import RegionConfig
 from ..settings.outer import CODECS
 from .checks import (
@@ -20,60 +20,42 @@ from .checks import (
     write_json,
 )
 
-# bytes of memory for each parameter or value, measured
-_OUTER_BYTES = 145
-_CODEC_BYTES = 24
+# bytes of memory for each value, measured
 _LINK_BYTES = 16
+_MOVED = ("outer", "codec")
 
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure a link, a codec or an outer step before you rent GPUs",
-        description="Measure the cost of each part on this machine and on your own links, compared with the best that the "
-        "hardware can do.",
+        help="measure a link before you rent GPUs",
+        description="Measure your own links, compared with the best that they can do.",
     )
     benches = parser.add_subparsers(required=True, metavar="WHAT")
-    outer = _add(benches, "outer", "the outer step, compared with a copy of the same bytes", _outer)
-    outer.add_argument(
-        "--millions", type=int, default=32, help="number of parameters, in millions (default: 32)"
-    )
-    outer.add_argument(
-        "--repeat",
-        type=int,
-        default=10,
-        help="number of measurements; the result is their median (default: 10)",
-    )
-    outer.add_argument(
-        "--threads",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="numbers of threads to measure with (default: 1, and as many as torch uses)",
-    )
-    codec = _add(benches, "codec", "the speed of encoding and decoding, in GB/s of fp32", _codec)
-    codec.add_argument("--millions", type=int, default=32, help="number of values, in millions (default: 32)")
-    codec.add_argument(
-        "--repeat",
-        type=int,
-        default=5,
-        help="number of measurements; the result is their median (default: 5)",
-    )
-    codec.add_argument(
-        "--only", nargs="+", metavar="CODEC", help=f"codecs to measure: {', '.join(CODECS)} (default: all)"
-    )
     _add_link(benches)
+    for what in _MOVED:  # takes whatever it took before
+        moved = benches.add_parser(what, prefix_chars="\0", add_help=False)
+        moved.add_argument("words", nargs="*")
+        moved.set_defaults(run=_refuse_moved, parser=moved, what=what)
+
+
+def _refuse_moved(options: argparse.Namespace) -> int:
+    raise InputError(
+        f"hf-cocodc bench {options.what} is now a program of the repository: python -m tests.benchmarks.{options.what} in a "
+        "checkout of it."
+    )
 
 
 def _add_link(benches: Any) -> None:
-    link = _add(
-        benches,
+    what = "one mean over a link, compared with the link's rate and round trip"
+    link = benches.add_parser(
         "link",
-        "one mean over a link, compared with the link's rate and round trip",
-        _link,
-        "Without --coordinator, all regions run on this machine, over loopback. With --coordinator and --region, this command is "
-        "one end of a real link: run it at every end, each time with another --region.",
+        help=what,
+        description=f"Measure {what}. Without --coordinator, all regions run on this machine, over loopback. With --coordinator "
+        "and --region, this command is one end of a real link: run it at every end, each time with another --region.",
     )
+    add_json(link, "the results")
+    link.set_defaults(run=_report, parser=link)
     link.add_argument(
         "--megabytes", type=float, default=64, help="size of the fp32 tensor, in 10^6 bytes (default: 64)"
     )
@@ -114,22 +96,13 @@ def _add_link(benches: Any) -> None:
     )
 
 
-def _add(
-    benches: Any, name: str, what: str, measure: Callable[[argparse.Namespace], Iterable], more: str = ""
-) -> argparse.ArgumentParser:
-    parser = benches.add_parser(name, help=what, description=f"Measure {what}. {more}".strip())
-    add_json(parser, "the results")
-    parser.set_defaults(run=_report, measure=measure, parser=parser)
-    return parser
-
-
 def _report(options: argparse.Namespace) -> int:
     from ..tools.bench.report import content
 
     if options.json is not None:
         check_writable("--json", options.json)
     reports = []
-    for report in options.measure(options):
+    for report in _link(options):
         print("\n".join(report.lines()), end="\n\n", flush=True)
         reports.append(report)
         if options.json != STDOUT:  # what has been measured stays, however the next measurement ends
@@ -143,29 +116,11 @@ def _connections(text: str) -> int | None:
     """The number of connections; None if the round trip decides."""
     if text == "auto":
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise InputError(f"--connections {text} must lie in 1 .. 64, or be auto.")
+    if (
+        not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 64
+    ):  # Python refuses to read long numbers
+        raise InputError(f"--connections {short(text)} must lie in 1 .. 64, or be auto.")
     return int(text)
-
-
-def _outer(options: argparse.Namespace) -> Iterator[Any]:
-    check("--millions", options.millions, 1)
-    check("--repeat", options.repeat, 1)
-    for count in options.threads or ():
-        check("--threads", count, 1, 1024)
-    check_memory("--millions", options.millions, options.millions * 1e6 * _OUTER_BYTES)
-    from ..tools.bench import outer
-
-    yield outer.measure(options.millions * 10**6, options.repeat, options.threads or ())
-
-
-def _codec(options: argparse.Namespace) -> Iterator[Any]:
-    check("--millions", options.millions, 1)
-    check("--repeat", options.repeat, 1)
-    check_memory("--millions", options.millions, options.millions * 1e6 * _CODEC_BYTES)
-    from ..tools.bench import codec
-
-    yield codec.measure(options.millions * 10**6, options.repeat, options.only)
 
 
 def _link(options: argparse.Namespace) -> Iterator[Any]:

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.tools.bench.outer import llama_like
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
 from hf_cocodc.tools.bench.workers import run, serve, start_here
+from hf_cocodc.tools.plan.timing import llama_like
 
 PROGRAM = "tests.benchmarks.interpreter"
 CODECS = ("fp32", "int8", "fp4")

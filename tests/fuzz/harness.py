@@ -28,8 +28,6 @@ STARTS = (
     "hf_cocodc.coordinator.server.serve",
     "hf_cocodc.coordinator.client.CoordinatorConnection",
     "hf_cocodc.coordinator.caller.CoordinatorConnection",
-    "hf_cocodc.tools.bench.outer.measure",
-    "hf_cocodc.tools.bench.codec.measure",
     "hf_cocodc.tools.bench.link.take_part",
     "hf_cocodc.tools.bench.link.measure_here",
 )

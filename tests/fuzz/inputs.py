@@ -321,8 +321,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **{"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
         **{"--secret-file": FILES, "--insecure": [], "--state": FILES},
     },
-    "bench outer": {**_BENCH, "--millions": NUMBERS, "--threads": NUMBERS},
-    "bench codec": {**_BENCH, "--millions": NUMBERS, "--only": NAMES},
     "bench link": {
         **_BENCH,
         **dict.fromkeys(("--megabytes", "--regions", "--region", "--rate-mbit", "--rate-limit"), NUMBERS),

@@ -29,14 +29,18 @@ from ...link.tcp import TcpLink
 from ...net.addresses import own_address
 from ...net.keys import Keys, new_secret
 from ...net.wire import Wire
+from ...parts import codecs
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import digest
 from ...parts.tensors.memory import HOST
 from ...parts.tensors.slices import cores
-from .codec import KNOWN
+from ...settings.outer import CODECS
 from .report import BenchReport, Row
 from .workers import run, serve, start_here
+
+KNOWN: dict[str, Callable[[], Codec]] = {name: getattr(codecs, name) for name in CODECS}
+"""Codecs by their names in recipes."""
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0

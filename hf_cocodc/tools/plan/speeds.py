@@ -1,21 +1,27 @@
-"""How fast this machine encodes, decodes and takes outer steps: seconds per value, measured with the programs of `bench`."""
+"""How fast this machine encodes, decodes and takes outer steps: seconds per value, measured in a few seconds."""
 
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ... import parts
 from ...errors import CocodcError, InputError
 from ...methods import Method
-from ...parts.tensors.memory import HOST
+from ...parts.codecs.base import Codec
+from ...parts.tensors.flat import moved
+from ...parts.tensors.memory import HOST, Buffers
 from ...run.journal import read
-from ..bench import codec, outer
+from .timing import LANDINGS, llama_like, matrices, now, rounds, transfer
 
 STEPS, EVERY, SKIPPED = 30, 5, 10
 """Inner steps, steps between two logs, and steps before the times count."""
@@ -41,11 +47,6 @@ _CHANGES = (
 
 CODEC_VALUES, OUTER_VALUES = 2_000_000, 2_000_000
 REPEAT = 3
-_ROWS = {
-    "replace": "land, replace (diloco)",
-    "mix": "land, mix (streaming)",
-    "compensate": "land, compensate (cocodc)",
-}
 
 
 def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Sequence[str]) -> float:
@@ -114,14 +115,38 @@ def measure(codecs: Sequence[str], accelerated: bool) -> Speeds:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # the link's thread has one
-        rows = {row["codec"]: row for row in codec.measure(CODEC_VALUES, REPEAT, codecs, device).rows}
+        coded = {name: _coding(name, device) for name in codecs}
     finally:
         torch.set_num_threads(before)
-    report = outer.measure(OUTER_VALUES, REPEAT, [before], device)
-    took = {row["what"]: row["ms"] / 1e3 / report.setting["parameters"] for row in report.rows}
+
+    def seconds(call: Callable[[], Any]) -> float:
+        began = now(device)
+        call()
+        return now(device) - began
+
+    shapes = llama_like(OUTER_VALUES)
+    numel = sum(map(math.prod, shapes))
+    found = {reads: rounds(config, shapes, device, REPEAT, seconds) for reads, config in LANDINGS.items()}
     return Speeds(
-        encode={name: 4e-9 / row["encode GB/s"] for name, row in rows.items()},
-        decode={name: 4e-9 / row["decode GB/s"] for name, row in rows.items()},
-        send=took["send"],
-        land={reads: took[row] for reads, row in _ROWS.items()},
+        encode={name: encode_s for name, (encode_s, _) in coded.items()},
+        decode={name: decode_s for name, (_, decode_s) in coded.items()},
+        send=median(each.send for each in found["replace"]) / numel,
+        land={reads: median(each.landing for each in every) / numel for reads, every in found.items()},
     )
+
+
+def _coding(name: str, device: torch.device) -> tuple[float, float]:
+    """Seconds per value to encode with a codec, and to decode."""
+    codec: Codec = getattr(parts.codecs, name)()
+    fragment = matrices(CODEC_VALUES)
+    values = torch.randn(fragment.numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST).to(
+        device
+    )
+    state, buffers, means = moved(codec.init(fragment), device), Buffers(device), list[Tensor]()
+    tries = []
+    for _ in range(REPEAT + 1):
+        buffers.give(*means)
+        means.clear()
+        tries.append(transfer(codec, fragment, values, state, buffers, means)[:2])
+    encode, decode = (median(each) for each in zip(*tries[1:], strict=True))  # the first allocates memory
+    return encode / fragment.numel, decode / fragment.numel

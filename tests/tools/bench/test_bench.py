@@ -104,8 +104,6 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
         (["link", "--megabytes", "inf"], "--megabytes inf must be at least 0.001 and finite."),
         (["link", "--megabytes", "0"], "--megabytes 0 must be at least 0.001 and finite."),
         (["link", "--json", "."], "--json . cannot be written: Is a directory."),
-        (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
-        (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (
             ["link", "--encrypt", "--region", "0", "--coordinator", "localhost:1"],
             "--encrypt between machines needs a secret",
@@ -120,11 +118,7 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
         (["link", "--coordinator", "nowhere"], "must be HOST:PORT"),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
-        (["outer", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written: "),
-        (["outer", "--millions", "99999999"], "GB of memory are free. Lower --millions."),
-        (["codec", "--millions", "99999999"], "GB of memory are free. Lower --millions."),
         (["link", "--megabytes", "1e9"], "GB of memory are free. Lower --megabytes."),
-        (["outer", "--threads", "99999"], "--threads 99999 must lie in 1 .. 1024."),
         (["link", "--rate-mbit", "inf"], "--rate-mbit inf must be at least 0.01 and finite."),
         (["link", "--regions", "9999"], "--regions 9999 must lie in 2 .. 100."),
     ],
@@ -337,3 +331,21 @@ def test_a_process_that_fails_is_named_with_its_last_words() -> None:
     with pytest.raises(LinkError, match="region 1 of the measurement failed: it broke"):
         list(found)
     assert started[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("what", ["outer", "codec"])
+def test_programs_that_have_moved_are_named(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With whatever options they had; no help lists them."""
+    assert main(["bench", what, "--millions", "8", "--only", "fp32"]) == 2
+    assert f"python -m tests.benchmarks.{what} in a checkout" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert what not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "0", "65", "four"])
+def test_a_number_of_connections_that_is_none(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 5,000 digits, too: a traceback before."""
+    assert main(["bench", "link", "--connections", count]) == 2
+    said = capsys.readouterr().err
+    assert "must lie in 1 .. 64, or be auto" in said and len(said) < 300

@@ -1,4 +1,4 @@
-"""`hf-cocodc bench codec`: a row for every codec, figures that do not depend on the clock, helpful errors."""
+"""`tests.benchmarks.codec`: a row for every codec, figures that do not depend on the clock, helpful errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc.cli.main import main
+from hf_cocodc.errors import InputError
 from hf_cocodc.settings.outer import CODECS
-from hf_cocodc.tools.bench import codec
 from hf_cocodc.tools.bench.report import read
+from tests.benchmarks import codec
 
 PARTS = ("copy", "encode", "decode", "CPU")
 
@@ -17,7 +17,7 @@ PARTS = ("copy", "encode", "decode", "CPU")
 def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A million values: exact bytes, the errors of the codecs' docstrings, positive speeds."""
     file = tmp_path / "codecs.json"
-    assert main(["bench", "codec", "--millions", "1", "--repeat", "1", "--json", str(file)]) == 0
+    assert codec.main(["--millions", "1", "--repeat", "1", "--json", str(file)]) == 0
     [report] = read(file)
     rows = {row["codec"]: row for row in report["rows"]}
     assert list(report["samples"]) == [f"{name}, {what} s" for name in rows for what in PARTS]
@@ -34,11 +34,12 @@ def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert all(value > 0 for title, value in row.items() if title not in ("codec", "relative error"))
 
 
-def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_some() -> None:
     """--only measures the named codecs in that order; the error for an unknown name lists the codecs."""
     report = codec.measure(1000, 1, ["int4", "lowrank"])
     assert [row["codec"] for row in report.rows] == ["int4", "lowrank"]
     assert report.rows[1]["bits per value"] == report.rows[0]["bits per value"], "no matrix to make smaller"
-    assert main(["bench", "codec", "--millions", "1", "--only", "int4", "in8"]) == 2
-    error = capsys.readouterr().err
-    assert "--only 'in8' is not a codec. Did you mean 'int8'? Known: bf16, fp16, fp32, fp4, int4" in error
+    with pytest.raises(
+        InputError, match="--only 'in8' is not a codec. Did you mean 'int8'.*Known: bf16, fp16"
+    ):
+        codec.measure(1000, 1, ["int4", "in8"])

@@ -1,32 +1,32 @@
-"""The costs of codecs: the error, and the time to encode and to decode, against a copy of the same values."""
+"""The costs of codecs: the error, and the time to encode and to decode, against a copy of the same values:
+`python -m tests.benchmarks.codec --millions 8`.
+"""
 
+import argparse
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from ...errors import InputError, nearest, shown
-from ...link.base import drive
-from ...parts import codecs
-from ...parts.codecs.base import Codec, CodecState, Message, Reply, slices, weighted_mean
-from ...parts.fragments import Fragment
-from ...parts.tensors.flat import moved
-from ...parts.tensors.memory import HOST, Buffers, has_streams
-from ...settings.outer import CODECS
-from .report import BenchReport, Row
+from hf_cocodc.errors import InputError, nearest, shown
+from hf_cocodc.parts.codecs.base import Codec
+from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.parts.tensors.flat import moved
+from hf_cocodc.parts.tensors.memory import HOST, Buffers
+from hf_cocodc.tools.bench.link import KNOWN
+from hf_cocodc.tools.bench.report import BenchReport, Row, write
+from hf_cocodc.tools.plan.timing import SIDE, matrices, now, transfer
 
-KNOWN: dict[str, Callable[[], Codec]] = {name: getattr(codecs, name) for name in CODECS}
-"""Codecs by their names in recipes."""
-
-_SIDE = 1000
 _NOTES = (
     "GB/s: 10^9 bytes of fp32 per second. Encoding ends with the last byte to send; decoding starts there.",
     "vs copy: the speed against one plain copy of the fp32 values, measured in turn with the codec; 1 is the speed of memory.",
     "CPU s per GB: on all cores, for encoding and decoding. Training on the same cores loses this time.",
     "A codec can fill a link of encode GB/s divided by times smaller: 4 GB/s and 4 times smaller fill 8 Gbit/s.",
-    f"relative error: |decoded - values| / |values| of normal values in matrices of {_SIDE} x {_SIDE}. Such values are the worst "
+    f"relative error: |decoded - values| / |values| of normal values in matrices of {SIDE} x {SIDE}. Such values are the worst "
     "case for topk (no few large values) and lowrank (no few directions). Error feedback returns the error in later rounds.",
 )
 
@@ -42,9 +42,7 @@ def measure(
     for name in only or ():
         if name not in KNOWN:
             raise InputError(f"--only {shown(name)} is not a codec.{nearest(name, list(KNOWN))}")
-    num_matrices, rest = divmod(numel, _SIDE * _SIDE)
-    shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
-    fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
+    fragment = matrices(numel)
     values = torch.randn(numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST).to(device)
     samples: dict[str, list[float]] = {}
     rows = [_row(name, KNOWN[name](), fragment, values, repeat, samples) for name in only or KNOWN]
@@ -71,7 +69,7 @@ def _row(
         buffers.give(*means)
         means.clear()
         start = time.process_time()
-        encode, decode, mean = _transfer(codec, fragment, values, state, buffers, means)
+        encode, decode, mean = transfer(codec, fragment, values, state, buffers, means)
         busy.append(time.process_time() - start)
         encodes.append(encode)
         decodes.append(decode)
@@ -93,39 +91,23 @@ def _row(
     }
 
 
-def _transfer(
-    codec: Codec,
-    fragment: Fragment,
-    values: Tensor,
-    state: CodecState,
-    buffers: Buffers,
-    means: list[Tensor],
-) -> tuple[float, float, Tensor]:
-    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean.
-
-    Means are decoded into `buffers`, as in a run, and are added to `means`.
-    """
-    encoded = 0.0
-
-    def exchange(message: Message) -> Reply:
-        nonlocal encoded
-        coder, numel = message.coder, message.values.numel()
-        [parts] = slices(coder, numel, 1)
-        payloads = [coder.encode(message.values[part]) for part in parts]
-        encoded = now(values.device)
-        mean = buffers.take(numel)
-        means.append(mean)
-        for payload, part in zip(payloads, parts, strict=True):
-            weighted_mean([payload], [1.0], coder, part.stop - part.start, out=mean[part])
-        return Reply(mean, lambda: mean)
-
-    start = now(values.device)
-    mean = drive(codec.converse(values, fragment, state), exchange).mean
-    return encoded - start, now(values.device) - encoded, mean
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--millions", type=int, default=32, help="number of values, in millions (default: 32)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="number of measurements; their median counts (default: 5)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="CODEC", help="codecs to measure (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    options = parser.parse_args(arguments)
+    report = measure(options.millions * 10**6, options.repeat, options.only or ())
+    sys.stdout.write("\n".join(report.lines()) + "\n")
+    if options.json is not None:
+        write(options.json, [report])
+    return 0
 
 
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done its work."""
-    if has_streams(device):
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`hf-cocodc bench outer`: what its rows say, of whom."""
+"""`tests.benchmarks.outer`: what its rows say, of whom."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc.cli.main import main
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.traffic import Traffic
-from hf_cocodc.tools.bench import outer
 from hf_cocodc.tools.bench.report import read
+from hf_cocodc.tools.plan.timing import LANDINGS, llama_like
+from tests.benchmarks import outer
 
 
 def test_every_part_of_an_outer_step_has_a_row() -> None:
@@ -43,7 +43,7 @@ def test_every_part_of_an_outer_step_has_a_row() -> None:
 @pytest.mark.parametrize("numel", [1, 10**6, 3 * 10**7, 10**9])
 def test_the_model_is_about_as_large_as_asked_for(numel: int) -> None:
     """The shapes are a Llama's, with as many parameters as its width in steps of 16 allows."""
-    shapes = outer.llama_like(numel)
+    shapes = llama_like(numel)
     assert sum(map(math.prod, shapes)) == pytest.approx(max(numel, 13_000), rel=0.15)
     assert {len(shape) for shape in shapes} == {1, 2}
 
@@ -63,15 +63,12 @@ def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(Traffic, name, called)
     outer.measure(20_000, 3, threads=(1,))
-    assert calls == ["send", "land"] * len(outer._LANDINGS) * (3 + 2)
+    assert calls == ["send", "land"] * len(LANDINGS) * (3 + 2)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table for people, JSON for programs."""
-    assert (
-        main(["bench", "outer", "--millions", "1", "--repeat", "1", "--json", str(tmp_path / "found.json")])
-        == 0
-    )
+    assert outer.main(["--millions", "1", "--repeat", "1", "--json", str(tmp_path / "found.json")]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("outer step: parameters=")
     [found] = read(tmp_path / "found.json")

@@ -1,25 +1,21 @@
-"""The cost of an outer step for the training thread: the engine's own sends and landings, against a copy of the same bytes."""
+"""The cost of an outer step for the training thread: the engine's own sends and landings, against a copy of the same bytes:
+`python -m tests.benchmarks.outer --millions 8 --threads 1`.
+"""
 
-import dataclasses
+import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...engine.synchronizer import Synchronizer
-from ...link.base import Arrival, ArrivedHandle, Handle, MeanRequest
-from ...link.lockstep import LockstepHub, LockstepLink
-from ...parts.codecs.base import Result
-from ...parts.schedules import every
-from ...parts.tensors.memory import HOST
-from ...resolve import from_config
-from ...settings import OuterConfig
-from .codec import now
-from .report import BenchReport, Row
+from hf_cocodc.parts.tensors.memory import HOST
+from hf_cocodc.tools.bench.report import BenchReport, Row, write
+from hf_cocodc.tools.plan.timing import IDLE, LANDINGS, llama_like, now, rounds, tensors
 
 _NOTES = (
     "bytes per param: the least that must be read and written; a merge that needs norms reads its inputs twice.",
@@ -30,15 +26,12 @@ _NOTES = (
     "SGD: torch.optim.SGD with Nesterov momentum, tensor by tensor. It moves the global params and no local ones.",
 )
 _COPIED = 24
-_INTERVAL = 500
-"""Inner steps between two sends, nearly all of them idle."""
-_WHOLE: dict[str, Any] = {"fragment_pattern": "whole", "num_fragments": 1}
-_LANDINGS: dict[str, tuple[OuterConfig, int]] = {
-    "land, replace (diloco)": (OuterConfig(method="diloco"), 24),
-    "land, mix (streaming)": (OuterConfig(method="streaming", mixing_alpha=0.5, **_WHOLE), 28),
-    "land, compensate (cocodc)": (OuterConfig(method="cocodc", **_WHOLE), 44),
+_LANDINGS = {
+    "replace": ("land, replace (diloco)", 24),
+    "mix": ("land, mix (streaming)", 28),
+    "compensate": ("land, compensate (cocodc)", 44),
 }
-"""Methods, and bytes per parameter of their landings: outer gradient 4, momentum 8, global params 8, local params 4; a merge
+"""Rows, and bytes per parameter of the landings: outer gradient 4, momentum 8, global params 8, local params 4; a merge
 reads 4 more; compensation reads the snapshot, 4, and reads all three once more."""
 _STEP_BYTES = 20
 """Bytes per parameter of an outer step: outer gradient 4, momentum 8, global params 8."""
@@ -72,32 +65,19 @@ def _rows(shapes: Sequence[tuple[int, ...]], clock: "_Clock", repeat: int) -> li
     """The rows for one number of threads."""
     clock.copies.clear()
     rows: list[Row] = []
-    for what, (config, bytes_per_param) in _LANDINGS.items():
-        rounds = _rounds(config, shapes, clock, repeat)
+    for reads, (what, bytes_per_param) in _LANDINGS.items():
+        found = rounds(LANDINGS[reads], shapes, clock.device, repeat, clock.time)
         if not rows:  # up to the merge all methods do the same
-            rows.append(clock.row("idle step", None, [each.idle for each in rounds]))
-            rows.append(clock.row("send", 16, [each.send for each in rounds]))
-        rows.append(clock.row(what, bytes_per_param, [each.landing for each in rounds]))
+            idle = [each.idle._replace(seconds=each.idle.seconds / IDLE) for each in found]
+            rows.append(clock.row("idle step", None, idle))
+            rows.append(clock.row("send", 16, [each.send for each in found]))
+        rows.append(clock.row(what, bytes_per_param, [each.landing for each in found]))
     rows += [
         clock.row(f"SGD, {name}", _STEP_BYTES, _sgd(shapes, clock, repeat, kind))
         for name, kind in _SGD.items()
     ]
     copies = [_Sample(seconds, seconds) for seconds in clock.copies]
     return [clock.row("copy", _COPIED, copies), *rows]
-
-
-def llama_like(numel: int) -> list[tuple[int, ...]]:
-    """Shapes of a Llama with about `numel` parameters, which is 53 times the square of its width.
-
-    It has only two blocks, so that its tensors are not much smaller than those of a model that is worth training.
-    """
-    width = max(16, 16 * round(math.sqrt(numel / 53) / 16))
-    heads, hidden, vocabulary = width // 4, 8 * width // 3, 16 * width
-    block = [
-        *((width, width), (heads, width), (heads, width), (width, width)),
-        *((hidden, width), (hidden, width), (width, hidden), (width,), (width,)),
-    ]
-    return [(vocabulary, width), *2 * block, (width,), (vocabulary, width)]
 
 
 class _Sample(NamedTuple):
@@ -139,70 +119,35 @@ class _Clock:
         }
 
 
-class _Interval(NamedTuple):
-    """What happens in `_INTERVAL` inner steps; an idle step is the mean of many."""
-
-    idle: _Sample
-    send: _Sample
-    landing: _Sample
-
-
-class _Answered(LockstepLink):
-    """The link of a single region whose mean is there at once."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        super().__init__(LockstepHub(1), region=0, num_regions=1)
-        self._mean = torch.empty(numel, device=device)
-
-    def mean(self, request: MeanRequest) -> Handle:
-        result, trailers = Result(self._mean, lambda: self._mean, {}), (request.trailer(),)
-        return ArrivedHandle(Arrival(result, trailers, 0, 0.0, 0.0, (0,), request.judge(trailers)))
-
-    def refresh(self, grad: Tensor) -> None:
-        """Set the next mean, as a landing has overwritten the last one."""
-        self._mean.copy_(grad)
-
-
-def _rounds(
-    config: OuterConfig,
-    shapes: Sequence[tuple[int, ...]],
-    clock: _Clock,
-    repeat: int,
-) -> list[_Interval]:
-    """Rounds of a method on a model of these shapes, without checksums, which the link's thread computes."""
-    model = nn.Module()
-    model.params = nn.ParameterList(_tensors(shapes, 0.02, clock.device))
-    params = [param.detach() for param in model.parameters()]
-    link = _Answered(clock.numel, clock.device)
-    grad = 1e-3 * torch.randn(clock.numel, device=clock.device)
-    method = dataclasses.replace(from_config(config), schedule=every(_INTERVAL, 1))
-    synchronizer = Synchronizer(model, method, link, digest_interval=sys.maxsize)
-
-    def idle() -> None:
-        for _ in range(_INTERVAL - 2):
-            synchronizer.step(1e-3)
-
-    rounds = []
-    synchronizer.step(1e-3)
-    for _ in range(repeat + 2):
-        quiet = clock.time(idle)
-        link.refresh(grad)
-        send = clock.time(lambda: synchronizer.step(1e-3))
-        torch._foreach_mul_(params, 1.001)  # an inner step, for the merge to keep
-        landing = clock.time(lambda: synchronizer.step(1e-3))
-        rounds.append(_Interval(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, landing))
-    return rounds[2:]  # in the first rounds memory is newly allocated
-
-
 def _sgd(
     shapes: Sequence[tuple[int, ...]], clock: _Clock, repeat: int, kind: dict[str, bool]
 ) -> list[_Sample]:
-    params = [nn.Parameter(tensor) for tensor in _tensors(shapes, 0.02, clock.device)]
+    params = [nn.Parameter(tensor) for tensor in tensors(shapes, 0.02, clock.device)]
     for param in params:
         param.grad = 1e-3 * torch.randn_like(param)
     sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, **kind)
     return [clock.time(sgd.step) for _ in range(repeat + 1)][1:]  # the first step allocates the momentum
 
 
-def _tensors(shapes: Sequence[tuple[int, ...]], scale: float, device: torch.device) -> list[Tensor]:
-    return [scale * torch.randn(shape, device=device) for shape in shapes]
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--millions", type=int, default=32, help="number of parameters, in millions (default: 32)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=10, help="number of measurements; their median counts (default: 10)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", metavar="N", help="numbers of threads (default: 1, and torch's own)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    options = parser.parse_args(arguments)
+    report = measure(options.millions * 10**6, options.repeat, options.threads or ())
+    sys.stdout.write("\n".join(report.lines()) + "\n")
+    if options.json is not None:
+        write(options.json, [report])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
