@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import short
 from ..status import ENV_STATUS, LEFT, is_heard, say, tell
+from . import figures
 
 if TYPE_CHECKING:
     from .training import Training
@@ -111,19 +112,20 @@ class Progress:
         training, totals, folder = self._training, self._training.engine.totals, self._folder
         trained_s, regions = max(self._ended_at - self._began_at, 1e-9), len(training.link.members)
         blocked_s, fragments = totals.blocked_s - self._blocked_before, len(training.engine.facts)
+        same = regions if not training.link.is_elastic else 1  # else there may have been others
+        others = figures.data_parallel_bytes(training.engine.num_params, training.inner_step, same)
         rows = {
             "finished": f"{training.inner_step} inner steps"
             + ("" if regions == 1 else f"; the models of all {regions} regions are equal"),
-            "outer steps": f"{totals.landings}"
-            + ("" if fragments == 1 else f", each of one of {fragments} fragments"),
-            "training blocked": f"{blocked_s:.2f} s of {trained_s:.1f} s ({100 * blocked_s / trained_s:.0f} %)",
-            "sent by this region": f"{totals.bytes_sent / 1e6:.4g} MB",
+            "outer steps": figures.outer_steps(totals.landings, fragments),
+            "training blocked": figures.blocked(blocked_s, trained_s),
+            "sent by this region": figures.sent(totals.bytes_sent, others),
             "global model": "in this process"
             + ("" if training.saved_in is None else f"; its newest checkpoint: {training.saved_in}"),
             "journal": None if folder is None else str(training.journal.path),
             "report": None if folder is None else f"hf-cocodc report {folder.parent}",
         }
-        return [f"{name:<22}{value}" for name, value in rows.items() if value is not None]
+        return figures.lines((name, value) for name, value in rows.items() if value is not None)
 
     @property
     def _folder(self) -> Path | None:

@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers import trainer as its_module
 
 from ..resolve import SOURCE, paper_of
+from ..run.figures import outer_steps
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.folders import PREFIX
 from ..snapshot.manifest import FOLDER
@@ -51,7 +52,7 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         **({"H (sync_interval)": f"{interval} inner steps"} if interval else {}),
         **({"codec": settings["codec"]} if "codec" in settings else {}),
         "inner steps in each region": steps,
-        "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
+        "outer steps": outer_steps(landings, fragments),
         "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
         "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
         "parameters synchronized": f"{synchronizer.num_params:,}",

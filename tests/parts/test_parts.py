@@ -16,11 +16,12 @@ from hf_cocodc.link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from hf_cocodc.parts import outer, schedules
 from hf_cocodc.parts.info import OuterInfo, OuterSlice
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
+from hf_cocodc.run.figures import data_parallel_bytes
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tools.report import charts as plots
 from hf_cocodc.tools.report.runs import read_run
-from hf_cocodc.tools.report.summary import data_parallel_bytes, summarize
+from hf_cocodc.tools.report.summary import summarize
 from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.schedules import AgreedStats, Land
 from hf_cocodc.resolve import from_config, settings
+from hf_cocodc.run.figures import data_parallel_bytes
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tools.report.summary import data_parallel_bytes
 
 PEAK_SHARE = 0.4
 """Share of a GPU's peak that inner steps are assumed to reach."""

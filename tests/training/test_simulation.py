@@ -54,7 +54,8 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     assert found["timing"] == "simulated"
     assert found["training_s"] == pytest.approx(STEPS * STEP_S + found["blocked_s"])
     assert found["blocked_s"] > 2, "two round trips of a second each way, at least"
-    said = f"{found['blocked_s']:.2f} s of {found['training_s']:.1f} s of simulated time"
+    share = 100 * found["blocked_s"] / found["training_s"]
+    said = f"{found['blocked_s']:.2f} s of {found['training_s']:.1f} s of simulated time ({share:.0f} %)"
     assert f"training blocked      {said}\n" in printed
     events = read(tmp_path / "run" / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
     for landing in [event for event in events if event["kind"] == "land"]:
@@ -103,12 +104,23 @@ def test_time_that_no_one_simulates_stands_still() -> None:
 
 
 def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
-    """And one from a journal of an earlier version counts as measured."""
+    """A journal that does not say where its times come from counts as measured."""
     sizes = {"num_regions": 2, "num_params": 1, "num_fragments": 1}
-    start = {"kind": "start", "time_s": 0.0, "step": 0, "region": 0, **sizes, "outer": {"method": "x"}}
+    start = {
+        "kind": "start",
+        "time_s": 0.0,
+        "step": 0,
+        "region": 0,
+        **sizes,
+        "outer": {"method": "x"},
+        "run": "a",
+    }
     finish = {"kind": "finish", "step": 1, "blocked_s": 0.5, "time_s": 2.0, "bytes_sent": 1}
     path = tmp_path / "journal.jsonl"
-    for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):
+    for timing, said in (
+        ({"timing": "none"}, "unknown (time was not simulated)"),
+        ({}, "0.50 s of 2.0 s (25 %)"),
+    ):
         path.write_text("\n".join(json.dumps(event) for event in (start | timing, finish)))
         assert summarize(read_run("run", [path])).blocked() == said
 

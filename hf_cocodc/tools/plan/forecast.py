@@ -19,11 +19,11 @@ from ...parts.fragments import Fragment
 from ...parts.schedules import AgreedStats, Schedule, Send
 from ...parts.tensors.memory import HOST, Home
 from ...resolve import from_config, settings
+from ...run.figures import data_parallel_bytes
 from ...settings import OuterConfig
 from ...settings.environment import ENV_SECRET
 from ...settings.recipe import Recipe
 from ...settings.regions import OF_GROUPS
-from ..report.summary import data_parallel_bytes
 from .course import WARM_UP, Cargo, Carried, Course, Rhythm, Work, course
 from .speeds import Speeds
 from .transfers import LATE, LIMIT, Codes, LinkFigures, TcpLine, wanted_connections

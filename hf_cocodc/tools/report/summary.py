@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...run import figures
 from .journals import Event, RegionJournal, figure
 from .members import attended, periods, sentence
 from .runs import RunRecord
@@ -57,7 +58,7 @@ class Summary:
         """For how long sends and landings held training, in words."""
         if self.timing == "none":
             return "unknown (time was not simulated)"
-        return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {self._unit}"
+        return figures.blocked(self.blocked_s, self.training_s, self._unit)
 
     @property
     def _unit(self) -> str:
@@ -72,9 +73,7 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, in words, of what is known."""
         times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
-        sent = f"{amount(self.bytes_sent)}; data-parallel training would have sent {amount(self.data_parallel_bytes)}"
-        if self.bytes_sent:  # a region that was alone has sent nothing
-            sent += f" ({self.data_parallel_bytes / self.bytes_sent:.0f} times as much)"
+        sent = figures.sent(self.bytes_sent, self.data_parallel_bytes)
         each = "" if self.members else f" in each of {self.num_regions} region(s)"
         void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
         rows = [
@@ -115,14 +114,12 @@ class Summary:
             places[1:] = [
                 ("journals", f"{journals[0]} and those of {len(journals) - 1} other regions beside it")
             ]
-        return [f"{name:<22}{value}" for name, value in [*self.rows(), *places]]
+        return figures.lines([*self.rows(), *places])
 
     def _outer_steps(self) -> str:
         total, least, most = sum(self.outer_steps), min(self.outer_steps), max(self.outer_steps)
-        if len(self.outer_steps) == 1:
-            return str(total)
         times = str(most) if least == most else f"{least} to {most}"
-        return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
+        return figures.outer_steps(total, len(self.outer_steps), times)
 
 
 def summarize(run: RunRecord) -> Summary:
@@ -156,7 +153,7 @@ def summarize(run: RunRecord) -> Summary:
         timing=run.start.get("timing", "measured"),
         bytes_sent=round(max(each.bytes_sent for each in reached)),
         data_parallel_bytes=sum(
-            data_parallel_bytes(run.start.get("num_params") or 0, until - since, len(regions))
+            figures.data_parallel_bytes(run.start.get("num_params") or 0, until - since, len(regions))
             for since, until, regions in periods(members, run.step)
         ),
         method=describe(run.start["outer"]),
@@ -221,11 +218,6 @@ def listed(parts: Sequence[str]) -> str:
     return f"{', '.join(first)}, and {last}" if first else last
 
 
-def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
-    """Bytes that a region would have sent with an fp32 gradient all-reduce over all regions at each step."""
-    return 2 * (num_regions - 1) * 4 * num_params * steps // num_regions
-
-
 def describe(outer: dict[str, Any]) -> str:
     """A method and its settings, in one line."""
     return f"{outer['method']}: " + ", ".join(
@@ -241,16 +233,3 @@ def _plain(figure: float, digits: int) -> str:
     ('50.250', '2.5e+200')
     """
     return f"{figure:.{digits}f}" if figure < 1e9 else f"{figure:.4g}"
-
-
-def amount(count: float) -> str:
-    """Bytes, with a unit.
-
-    >>> amount(1234567)
-    '1.235 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

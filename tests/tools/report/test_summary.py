@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hf_cocodc.run.figures import data_parallel_bytes
 from hf_cocodc.tools.report.runs import load, read_run
-from hf_cocodc.tools.report.summary import data_parallel_bytes, summarize
+from hf_cocodc.tools.report.summary import summarize
 from tests.tools.report.made import a_resumed_run, a_run
 
 TRAINING = {"batch": 4, "data.block_size": 128}
