@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 from .base import Link
 from .group import RegionGroup
@@ -27,7 +27,7 @@ def ranks_of_region() -> RegionGroup:
     return _group[1]
 
 
-def wait_for_ranks(accelerator: Accelerator, what: str) -> None:
+def wait_for_ranks(accelerator: Accelerator | PartialState, what: str) -> None:
     """Wait until all ranks of the region have come here, however long one of them writes or reads: `wait_for_everyone` ends a
     run after NCCL's 10 minutes. A collective call. Raises LinkError if a rank has died.
     """

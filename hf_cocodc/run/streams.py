@@ -74,9 +74,13 @@ class FixedStride(StepExamplesIterable):
     def shuffle_data_sources(self, generator: Any) -> "FixedStride":
         return self
 
+    @property
+    def num_shards(self) -> int:
+        """One: what a region reads must not depend on its number of DataLoader workers, each with files of its own."""
+        return 1
+
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "FixedStride":
-        inner = self._inner.shard_data_sources(num_shards, index, contiguous=contiguous)
-        return FixedStride(inner, step=self.step, offset=self.offset)
+        return self
 
 
 def part_of(dataset: Any, region: int, num_regions: int) -> Any:

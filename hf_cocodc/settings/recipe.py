@@ -83,6 +83,10 @@ class DataSection(Settings):
         Limit(lambda length: length >= 2, "must be at least 2 tokens"),
         default=1024,
     )
+    num_proc: int | None = setting(
+        "Processes that pack the text, at most one for each core; one by default. A stream is packed while it is read.",
+        at_least(1),
+    )
     eval_blocks: int | None = setting(
         "Blocks of the held-out split to evaluate on; all by default.", at_least(1)
     )

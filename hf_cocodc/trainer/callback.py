@@ -24,6 +24,7 @@ from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.samples import first_samples
 from ..run.shards import facts_of_shards
+from ..run.streams import RegionStride
 from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.given import settings_of
@@ -410,6 +411,8 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
     args = trainer.args
     facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in COMPARED}
     # of all devices of this process, too: Trainer trains with DataParallel on several
+    if isinstance(trainer.train_dataset, RegionStride):  # each worker of a torch stream divides its own part
+        facts["training.dataloader_num_workers"] = args.dataloader_num_workers
     facts["batch"] = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,

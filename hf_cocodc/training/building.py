@@ -7,6 +7,7 @@ import contextlib
 import copy
 import difflib
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import CocodcError, InputError, expanded, nearest, reason, short, shown
 from ..settings.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MUON = "muon"
@@ -62,7 +65,21 @@ def arguments(recipe: Recipe, kind: type) -> Any:
     """The `TrainingArguments` of a recipe. Raises InputError if a value is refused."""
     ours = {"optim": "adamw_torch"} if has_muon(recipe) else {}
     with blaming("training"):
-        return kind(**{**recipe.training, **ours, "output_dir": str(output_dir(recipe))})
+        args = kind(**{**recipe.training, **ours, "output_dir": str(output_dir(recipe))})
+    wanted = args.dataloader_num_workers
+    args.dataloader_num_workers = at_most_cores("training.dataloader_num_workers", wanted)
+    return args
+
+
+def at_most_cores(setting: str, wanted: int) -> int:
+    """A number of processes; as many as this process may use cores, with a line in the log, if more are `wanted`."""
+    from ..parts.tensors.slices import cores
+
+    if wanted > cores():
+        logger.warning(
+            "%s=%d, but this process may use %d cores: it is %d.", setting, wanted, cores(), cores()
+        )
+    return min(wanted, cores())
 
 
 def has_muon(recipe: Recipe) -> bool:

@@ -111,13 +111,19 @@ NO_EOS = (
 )
 
 
-def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
+def pack(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    text_column: str = "text",
+    num_proc: int | None = None,
+) -> Any:
     """Tokenize documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
 
     Packs 1000 documents at a time and drops their tokens after the last full block. `input_ids` and `labels`, equal, each
     (block_size,) and int32, replace all columns. A stream stays a stream, but its first block is read, to fail now and not
-    after the model has been built. Raises InputError if the tokenizer has no eos token, the column or documents are missing, or
-    the text is shorter than one block.
+    after the model has been built. `num_proc` processes pack what is no stream. Raises InputError if the tokenizer has no eos
+    token, the column or documents are missing, or the text is shorter than one block.
     """
     if block_size < 2:
         raise InputError(f"block_size={block_size} must be at least 2: a token and the next one. Raise it.")
@@ -130,6 +136,8 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
     features = datasets.Features({"input_ids": ids, "labels": ids})
     task = {"tokenizer": tokenizer, "block_size": block_size, "text_column": text_column}
     shape = {"batched": True, "batch_size": PACKED_TOGETHER, "remove_columns": columns, "features": features}
+    if num_proc is not None and not isinstance(dataset, datasets.IterableDataset):
+        shape["num_proc"] = min(num_proc, len(dataset))
     # Hide progress bars, which are on by default, unless the user has set HF_DATASETS_DISABLE_PROGRESS_BARS=0.
     chosen = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None
     hide = not (chosen or datasets.are_progress_bars_disabled())

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..run.lock import hold, region_lock
@@ -51,18 +51,18 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     tell("loading the text")
     text = _text(recipe, recipe.data.split)
     text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
-    tell("packing the text")
-    train_dataset = pack(
-        region_shard(text, callback.region, num_shards(callback.num_regions, callback.regions.max)),
-        tokenizer,
-        recipe.data.block_size,
-        recipe.data.text_column,
-    )
+    packs = building.at_most_cores("data.num_proc", recipe.data.num_proc or 1)
+
+    def packed(text: Any, what: str) -> Any:
+        tell(f"packing the {what}")
+        with _main_first(f"the packed {what}"):
+            return pack(text, tokenizer, recipe.data.block_size, recipe.data.text_column, packs)
+
+    shards = num_shards(callback.num_regions, callback.regions.max)
+    train_dataset = packed(region_shard(text, callback.region, shards), "text")
     eval_dataset = None
     if args.eval_strategy != "no" or args.eval_on_start:
-        tell("packing the held-out text")
-        held_out = _text(recipe, recipe.data.eval_split)
-        eval_dataset = pack(held_out, tokenizer, recipe.data.block_size, recipe.data.text_column)
+        eval_dataset = packed(_text(recipe, recipe.data.eval_split), "held-out text")
         if recipe.data.eval_blocks is not None:
             eval_dataset = _first(eval_dataset, recipe.data.eval_blocks)
     compute_metrics, preprocess_logits = causal_lm_metrics(recipe.evaluation.metrics)
@@ -86,6 +86,23 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
     return trainer
+
+
+@contextlib.contextmanager
+def _main_first(what: str) -> Iterator[None]:
+    """Lets one rank of each machine work first; the others then find the result in the cache of datasets, or fail alike."""
+    from accelerate import PartialState
+
+    from ..link.within import wait_for_ranks
+
+    state = PartialState()
+    if not state.is_local_main_process:
+        wait_for_ranks(state, what)
+    try:
+        yield
+    finally:
+        if state.is_local_main_process:
+            wait_for_ranks(state, what)
 
 
 def _text(recipe: Recipe, split: str) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.parts.tensors.slices import cores
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import building
 from hf_cocodc.training.building import blaming
@@ -36,3 +39,11 @@ def test_an_adapter_leaves_the_recipe_as_it_is() -> None:
         with torch.device("meta"):
             building.finished(recipe, building.random_weights(recipe, config), 257)
         assert recipe.peft is not None and recipe.peft["modules_to_save"] == ["norm"]
+
+
+def test_no_more_workers_than_cores(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A million would hang the machine. A line says what is taken."""
+    training = {"output_dir": str(tmp_path), "use_cpu": True, "dataloader_num_workers": 1_000_000}
+    recipe = dataclasses.replace(Recipe.load("quickstart/diloco"), training=training)
+    assert building.arguments(recipe, TrainingArguments).dataloader_num_workers == cores()
+    assert f"training.dataloader_num_workers=1000000, but this process may use {cores()} cores" in caplog.text

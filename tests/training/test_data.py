@@ -203,13 +203,14 @@ def test_a_stream_is_partitioned_alike_in_every_epoch(num_files: int, num_worker
             shard.set_epoch(epoch)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-                loader = DataLoader(shard, batch_size=None, num_workers=min(num_workers, shard.num_shards))
+                loader = DataLoader(
+                    shard, batch_size=None, num_workers=num_workers - region if num_workers else 0
+                )
                 read.append([int(row["n"]) for row in loader])
         assert sorted(read[0]) == sorted(read[1]) == sorted(read[2])
         parts.append(set(read[0]))
     assert sorted([*parts[0], *parts[1]]) == list(range(60))
-    if not num_workers:
-        assert {row["n"] for row in pickle.loads(pickle.dumps(shard))} == parts[1]
+    assert {row["n"] for row in pickle.loads(pickle.dumps(shard))} == parts[1]
 
 
 def test_the_part_of_a_stream_can_be_mapped_and_resumed() -> None:
@@ -494,6 +495,23 @@ def test_pack_is_quiet_and_leaves_no_cache(capfd: pytest.CaptureFixture[str]) ->
     assert blocks.features["labels"] == datasets.List(datasets.Value("int32"))
     assert "".join(capfd.readouterr()) == ""
     assert not datasets.are_progress_bars_disabled()
+
+
+def test_pack_finds_what_another_rank_has_packed(tmp_path: Path) -> None:
+    """The part of a region has one name in the cache, whoever packs it: ranks, and processes that pack together."""
+    (tmp_path / "text.json").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(300)))
+
+    def packed(num_proc: int | None = None) -> Any:
+        files, cache = str(tmp_path / "text.json"), str(tmp_path / "cache")
+        text = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache).shuffle(seed=1)
+        part = shards.region_shard(text, 1, 2)
+        return data.pack(part, data.byte_tokenizer(), 16, num_proc=num_proc)
+
+    blocks = packed()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")}
+    assert packed()[:] == blocks[:]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")} == before
+    assert len(packed(num_proc=2)) in range(len(blocks) - 1, len(blocks) + 1)  # each has a tail of its own
 
 
 @pytest.mark.parametrize("streaming", [False, True])
