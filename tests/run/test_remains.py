@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import Trainer
 
-from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
 from hf_cocodc.link.base import Link
-from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.training.simulation import simulate
@@ -256,19 +255,3 @@ def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(state, "seal", lambda checkpoint: [sealed.append(checkpoint), seal(checkpoint)])
     step = stopped(tmp_path, 6)
     assert sorted(sealed) == [checkpoint_of(tmp_path, region, step) for region in range(2)]
-
-
-def test_a_journal_that_is_resumed_while_it_is_read_along(tmp_path: Path) -> None:
-    """The display of a resumed run reads the journal before and after its region goes on from the checkpoint."""
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    for step in range(1, 8):
-        journal.write("send", step=step, fragment=0)
-    display = Display([0], [path], 100, resumed=True)
-    display.update()
-    assert display.step == 7
-    resumed_journal = Journal(path, journal.name)
-    for step in range(4, 30):
-        resumed_journal.write("land", step=step, fragment=0, sent_at=step)
-        display.update()
-    assert display.step == 29
