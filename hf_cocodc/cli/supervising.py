@@ -141,9 +141,12 @@ def carry_out(order: Order) -> int:
         print(phase_in_words(1), flush=True)
         load_ahead()
     machine = launch.machine_of(program.launcher)
-    shared = launch.sharing_here(program, 1 if join else len(regions))
-    if shared is not None:
-        print(shared, flush=True)
+    for words in (
+        launch.configured(program.launcher),
+        launch.sharing_here(program, 1 if join else len(regions)),
+    ):
+        if words is not None:
+            print(words, flush=True)
     with contextlib.ExitStack() as at_end:
         if address is None and part.has_company and order.dry_run is None:
             from ..coordinator.server import serve_in_thread
@@ -152,8 +155,10 @@ def carry_out(order: Order) -> int:
             at_end.callback(served.close)
             address = served.address
             if part.regions.elastic or order.is_script:
-                words = f"coordinator of this run: {address} (hf-cocodc status --coordinator {address})"
-                print(words, flush=True)
+                print(
+                    f"coordinator of this run: {address} (hf-cocodc status --coordinator {address})",
+                    flush=True,
+                )
         if join and region is None:
             assert address is not None
             if order.dry_run is not None:
@@ -349,6 +354,7 @@ def report_failure(
                 f"error: [region {each.region}] was killed or ended without an error message; its last lines:",
                 file=sys.stderr,
             )
+        if each is first and (error is None or first.told.get("is_mute")):
             for line in each.last_lines(6):
                 print(f"[region {each.region}] {line}", file=sys.stderr)
     for message, regions in regions_by_error.items():

@@ -153,6 +153,17 @@ def machine_of(launcher_args: Sequence[str]) -> int:
     return 0
 
 
+def configured(launcher_args: Sequence[str]) -> str | None:
+    """A sentence, if accelerate adds the user's own configuration to arguments of theirs."""
+    if not launcher_args:
+        return None
+    from accelerate.commands.config.config_args import default_config_file
+
+    if {"--config_file", "--cpu"}.intersection(launcher_args) or not Path(default_config_file).is_file():
+        return None
+    return f"accelerate launch reads {default_config_file}, too: it completes the arguments after --"
+
+
 def log_name(machine: int) -> str:
     """The log of one machine of a region; machines may share the region's folder."""
     return f"log-machine-{machine}" if machine else "log"
@@ -308,8 +319,9 @@ def _open_log(path: Path, continues: bool) -> IO[bytes]:
 
 
 def _launcher_arguments(gpus: int) -> list[str]:
-    """Default arguments for accelerate: one process for each GPU of a region."""
+    """Default arguments for accelerate: one process for each GPU of a region, whatever the user has configured."""
     return [
+        *("--config_file", str(Path(__file__).with_name("accelerate.yaml"))),
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
         *("--num_processes", str(gpus), "--main_process_port", "0"),
         *(["--multi_gpu"] if gpus > 1 else []),

@@ -61,8 +61,12 @@ def live(train: Callable[[], object], is_script: bool = False) -> int:
         return 128 + signal.SIGINT
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        words = f": {end.code}" if isinstance(end.code, str) else ""
-        return _report(f"it has ended itself with exit code {code}{words}", code) if code else 0
+        if not code:
+            return 0
+        if isinstance(end.code, str):
+            return _report(end.code, code)
+        tell(is_mute=True)  # the last lines of the log have to do
+        return _report(f"its script has ended with exit code {code}", code)
     except Exception as error:
         traceback.print_exc()
         from ..snapshot.manifest import FULL

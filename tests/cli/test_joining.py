@@ -145,6 +145,7 @@ def a_region(region: int, error: tuple[str, int] | None) -> Any:
         error=lambda: error,
         last_lines=lambda count: ["the end"],
         log=log,
+        told={},
         has_stopped=has_stopped,
     )
 

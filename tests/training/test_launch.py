@@ -114,6 +114,34 @@ def test_a_region_on_the_cpu_is_one_process(
         assert region.process.env.get(VISIBLE) == ("" if use_cpu else None)
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_users_accelerate_config_is_not_for_regions(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gpu_ids would put all regions on one GPU, its distributed_type shard each of them. It counts with arguments of theirs,
+    which is said.
+    """
+    from accelerate.commands import launch as accelerate
+    from accelerate.commands.config import config_args
+
+    config = tmp_path / "default_config.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nuse_cpu: false\ndebug: false\n"
+        "gpu_ids: '0'\nnum_machines: 1\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+    )
+    for module in (accelerate, config_args):
+        monkeypatch.setattr(module, "default_config_file", str(config))
+    with monkeypatch.context() as here:
+        has_gpus(2 * gpus, None, here)
+        [planned, _] = launch.launches(SCRIPT, [0, 1], 2, {})
+    words = planned.command[planned.command.index("--quiet") :]
+    given, _, _ = accelerate._validate_launch_command(accelerate.launch_command_parser().parse_args(words))
+    assert (given.use_fsdp, given.multi_gpu, given.gpu_ids) == (False, gpus > 1, "all")
+    assert (given.num_processes, given.mixed_precision, given.main_process_port) == (gpus, "no", 0)
+    assert launch.configured([]) is launch.configured(["--cpu"]) is None
+    assert str(config) in str(launch.configured(["--multi_gpu"]))
+
+
 def test_arguments_for_a_launcher_leave_the_gpus_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     has_gpus(1, None, monkeypatch)
     program = dataclasses.replace(SCRIPT, launcher=["--cpu"])

@@ -1,0 +1,81 @@
+"""`hf-cocodc launch` of a script that was written for Trainer and not for us: it is killed, comes back, and ends with one model."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from hf_cocodc.run.journal import read
+from hf_cocodc.snapshot.folders import usable
+from tests.processes.launching import ROOT, environment
+from tests.processes.test_failures import training_processes
+
+SCRIPT = ROOT / "tests" / "processes" / "clm_script.py"
+TIMEOUT_S = 240
+
+
+def start(folder: Path, *options: str, steps: int) -> subprocess.Popen:
+    arguments = [
+        "--train_file",
+        "text.txt",
+        "--output_dir",
+        "out",
+        "--max_steps",
+        str(steps),
+        "--save_steps",
+        "10",
+    ]
+    arguments += ["--use_cpu", "--logging_steps", "5", "--learning_rate", "1e-3", "--report_to", "none"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_cocodc", "launch", *options, str(SCRIPT), *arguments],
+        env=environment(HF_DATASETS_CACHE=str(folder / "cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+
+
+def journals(folder: Path) -> list[Path]:
+    return [folder / "out" / f"region-{region}" / "cocodc" / "journal.jsonl" for region in (0, 1)]
+
+
+@pytest.mark.slow
+def test_a_script_that_knows_nothing_of_it_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """SIGKILL of region 1: region 0 stops with a checkpoint, and the command names who was killed. With --resume both go on,
+    and end with equal models and a summary.
+    """
+    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+    draw = random.Random(0)
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(200)))
+    run = start(tmp_path, "--regions", "2", steps=100_000)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(
+        each.is_file() and any(e.get("step", 0) >= 20 for e in read(each)) for each in journals(tmp_path)
+    ):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
+        time.sleep(0.05)
+    training_processes(run.pid)[1].send_signal(signal.SIGKILL)
+    said, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1
+    assert "error: [region 1] was killed" in errors and "error: [region 0] " in errors
+    assert "step " in said and "loss region 0: " in said
+
+    stopped = max(usable(tmp_path / "out" / "region-0"))
+    run = start(tmp_path, "--regions", "2", "--resume", steps=stopped + 20)
+    everyone = psutil.Process(run.pid)
+    said, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors + (tmp_path / "runs/clm_script/region-0/log.txt").read_text()[-3000:]
+    assert not everyone.is_running()
+    assert f"resumed from step {stopped}" in said
+    assert f"inner steps           {stopped + 20} in each of 2 region(s)" in said
+    models = [load_file(tmp_path / "out" / f"region-{region}" / "model.safetensors") for region in (0, 1)]
+    assert all(bool((models[0][name] == models[1][name]).all()) for name in models[0])
