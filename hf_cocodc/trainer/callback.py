@@ -106,7 +106,6 @@ class CoCoDCCallback(TrainerCallback):
             assert self.regions.region is not None
             assert self.regions.count is not None
             self.region, self.num_regions = self.regions.region, self.regions.count
-        wrap_class(CoCoDCCallback)
         if evaluate_on not in ("global", "local"):
             raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on
@@ -404,6 +403,10 @@ class CoCoDCCallback(TrainerCallback):
         sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
         if self.outer is not None:
             self.outer.ask_to_stop(name)
+
+
+# not by the constructor: `trainer.add_callback(CoCoDCCallback(...))` takes the method before it makes the callback
+wrap_class(CoCoDCCallback)
 
 
 def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:

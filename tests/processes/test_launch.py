@@ -1,4 +1,4 @@
-"""`hf-cocodc launch` of a script that was written for Trainer and not for us: it is killed, comes back, and ends with one model."""
+"""`hf-cocodc launch` of a script that was written for Trainer, not for us: killed, it comes back and ends with one model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_script_that_knows_nothing_of_it_is_killed_and_comes_back(tmp_path: Pa
     """SIGKILL of region 1: region 0 stops with a checkpoint, and the command names who was killed. With --resume both go on,
     and end with equal models and a summary.
     """
-    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
     draw = random.Random(0)
     (tmp_path / "text.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(200)))
     run = start(tmp_path, "--regions", "2", steps=100_000)
@@ -67,7 +67,7 @@ def test_a_script_that_knows_nothing_of_it_is_killed_and_comes_back(tmp_path: Pa
     said, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
     assert "error: [region 1] was killed" in errors and "error: [region 0] " in errors
-    assert "step " in said and "loss region 0: " in said
+    assert "[5/5] waiting to train" in said
 
     stopped = max(usable(tmp_path / "out" / "region-0"))
     run = start(tmp_path, "--regions", "2", "--resume", steps=stopped + 20)
