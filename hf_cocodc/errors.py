@@ -40,6 +40,8 @@ class CocodcError(Exception):
     """Base of all exceptions of this package; the command line exits with `exit_code`."""
 
     exit_code = 1
+    has_said_all = False
+    """Whether a traceback would say nothing more, for example of a mistake in the environment."""
 
 
 class InputError(CocodcError, ValueError):
@@ -133,19 +135,22 @@ def error_named(kind: str, message: str, default: type[CocodcError]) -> CocodcEr
     return default(message)
 
 
-def spare_traceback() -> None:
-    """Let the interpreter end with the message and the exit code of a RunStopped or RunFinished that nobody catches. Only a run
-    that has ended calls this: it changes `sys.excepthook`.
+def spare_traceback(error: CocodcError | None = None) -> None:
+    """Let the interpreter end with the message and the exit code of a RunStopped or RunFinished that nobody catches, or of this
+    `error`. Only a run that has ended calls this, or has not begun: it changes `sys.excepthook`.
     """
+    if error is not None:
+        error.has_said_all = True
     before = sys.excepthook
     if getattr(before, "spares_traceback", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, RunStopped | RunFinished):
+        if not (isinstance(error, RunStopped | RunFinished) or getattr(error, "has_said_all", False)):
             before(kind, error, trace)
             return
         sys.stderr.write(f"{error}\n")
+        assert isinstance(error, CocodcError)
         # the interpreter takes the exit code of a SystemExit that its hook raises
         raise SystemExit(error.exit_code)
 

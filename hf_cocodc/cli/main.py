@@ -64,10 +64,10 @@ _MOST_CHARACTERS = 600
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help ends with the exit codes, and whose errors have a bounded length."""
+    """A parser whose help ends with a word on exit codes, and whose errors have a bounded length."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False, epilog=EXIT_CODES, formatter_class=_Formatter)
+    def __init__(self, epilog: str = "Exit codes: see hf-cocodc --help.", **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, epilog=epilog, formatter_class=_Formatter)
 
     def error(self, message: str) -> NoReturn:
         super().error(short(message, _MOST_CHARACTERS))
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="hf-cocodc",
         description="Low-communication training across regions, for the Hugging Face stack.",
+        epilog=EXIT_CODES,
     )
     made.add_argument("--version", action="version", version=f"hf-cocodc {__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")

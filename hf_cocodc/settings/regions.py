@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError, shown, spare_traceback
 from .environment import (
     ENV_COORDINATOR,
     ENV_JOIN,
@@ -287,7 +287,13 @@ class RegionConfig(Settings):
         Raises:
             InputError: a value contradicts the environment, or a needed value is missing.
         """
-        env = os.environ if env is None else env
+        try:
+            return self._resolved(os.environ if env is None else env)
+        except InputError as error:
+            spare_traceback(error)  # no line of a script is to blame
+            raise
+
+    def _resolved(self, env: Mapping[str, str]) -> "RegionConfig":
         check_split(env)
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")

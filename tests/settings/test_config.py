@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,8 +82,8 @@ def test_null_removes_what_a_recipe_holds() -> None:
 def test_a_bad_value_is_one_paragraph_and_exit_code_2(
     override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says what is wrong before anything starts."""
-    assert main(["train", str(RECIPE), "--set", override]) == 2
+    """The command says what is wrong, and starts nothing."""
+    assert main(["train", str(RECIPE), "--set", override, "--dry-run"]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: ")
     assert message in errors
@@ -451,3 +454,13 @@ def test_who_announces_more_than_others_take_hears_so() -> None:
 def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
     with pytest.raises(InputError, match=r"regions\.port=.* must lie in 1 \.\. 65535"):
         RegionConfig(port=port)
+
+
+def test_a_script_whose_environment_is_incomplete_ends_with_one_sentence() -> None:
+    """No line of it is to blame: no traceback, and the exit code of the error."""
+    code = "import hf_cocodc\nhf_cocodc.RegionConfig().resolved()"
+    env = {**{k: v for k, v in os.environ.items() if not k.startswith("HF_COCODC")}, "HF_COCODC_REGION": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("which region this is (1) is given, but not how many regions there are")
+    assert ended.stderr.count("\n") == 1
