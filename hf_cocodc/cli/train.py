@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
     changes = [] if options.regions is None else ["--regions", str(options.regions)]
     changes += [word for each in options.overrides for word in ("--set", each)]
     behind = ["--", *options.launcher] if options.launcher else []
-    max_steps = int(recipe.training.get("max_steps", -1))
+    given = recipe.training.get("max_steps")
+    max_steps = given if isinstance(given, int) else -1  # its region says what is wrong with another
     again = (["hf-cocodc", "train", options.recipe, *changes], behind)
     return carry_out(
         Order(part, program, again, options.resume, max_steps, show if options.dry_run else None)
