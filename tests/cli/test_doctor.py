@@ -90,10 +90,17 @@ def test_a_link_that_this_machine_does_not_have(
 
 def test_a_coordinator_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a machine that nobody knows; what else is seen is said too."""
-    wrong = ["--set", "outer.codec=bf17", "--coordinator", "no-such-machine.invalid:1", "--region", "0"]
+    wrong = [
+        "--set",
+        "model.config.model_type=lama",
+        "--coordinator",
+        "no-such-machine.invalid:1",
+        "--region",
+        "0",
+    ]
     assert main(["doctor", "quickstart/diloco", *wrong]) == 2
     said = capsys.readouterr().out
-    assert "host 'no-such-machine.invalid' has no address" in said and "Did you mean 'bf16'" in said
+    assert "host 'no-such-machine.invalid' has no address" in said and "Did you mean 'llama'" in said
 
 
 @pytest.mark.parametrize(
