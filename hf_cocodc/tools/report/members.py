@@ -62,7 +62,7 @@ def changes(runs: Sequence[Events]) -> list[MemberChange]:
             history.append(MemberChange(each.step, each.members, ", ".join(lost + come)))
             epoch = each.epoch
     for run in runs:
-        for left_at, back_at in _own_absences(run):
+        for left_at, back_at in own_absences(run):
             history = _without(run[0]["region"], left_at, back_at, history)
     return history if notices or len(history) > 1 else []
 
@@ -150,7 +150,7 @@ def _notices(run: Events) -> Iterator[_Notice]:
         begins = event["kind"] in BEGINNINGS or (begins and event["kind"] == "note")
 
 
-def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
+def own_absences(run: Events) -> Iterator[tuple[int, int]]:
     """From which inner step to which the region of a journal was away, each time that it came back."""
     left: int | None = None
     for place, event in enumerate(run):

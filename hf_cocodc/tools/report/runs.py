@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
 from .journals import NAME, Event, Events, RegionJournal, figure, find, read_journal
-from .members import MemberChange, attended, changes, num_regions, spans
+from .members import MemberChange, attended, changes, num_regions, own_absences, spans
 from .waits import Story, arrival_of, blame, sections, story_of
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -36,10 +36,17 @@ def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
             for event in landings
         )
         until = last if trains_again else sys.maxsize
-        rows = active.get(region, ())
-        parts = [part for a, b in rows for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
-        active[region] = [(a, b) for a, b in parts if a < b]
+        active[region] = _without(active.get(region, ()), since, until)
     return active
+
+
+def _without(spans: Sequence[tuple[int, int]], since: int, until: int) -> list[tuple[int, int]]:
+    """
+    >>> _without([(0, 4), (6, 9)], 2, 7)
+    [(0, 2), (7, 9)]
+    """
+    parts = [part for a, b in spans for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
+    return [(a, b) for a, b in parts if a < b]
 
 
 def tokens_at(step: int, starts: Mapping[int, Mapping[str, Any]], trained: Spans) -> int | None:
@@ -135,7 +142,11 @@ class RunRecord:
     @cached_property
     def trained(self) -> Spans:
         """From which inner steps to which each region trained."""
-        return trained(self.attendance, (event for events in self._events for event in events))
+        active = dict(trained(self.attendance, (event for events in self._events for event in events)))
+        for journal in self.journals:
+            for left_at, back_at in own_absences(journal.events):  # the others notice it later
+                active[journal.region] = _without(active.get(journal.region, ()), left_at, back_at)
+        return active
 
     def tokens(self, step: int) -> int | None:
         """Tokens on which all regions together had trained at an inner step; None if unknown."""

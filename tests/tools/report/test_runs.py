@@ -271,6 +271,7 @@ def test_a_region_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
     assert run.stories[1].there == [pytest.approx((0, 50)), pytest.approx((150, 200.6))]
     assert dict(spent(run))[NOT_THERE] == [0.0, pytest.approx(100, abs=0.1)]
     assert run.attendance[1] == [(0, 60), (150, 201)], "the others notice it at step 60"
+    assert run.trained[1] == [(0, 50), (150, 201)], "and it says itself that it has not trained since 50"
     assert not [flight for flight in run.stories[1].flights if 51 < (flight.landed or 100) < 150]
     by_activity = shares(run.stories[1], np.linspace(0.0, run.end, 21))
     assert [share[8] for share in by_activity.values()] == pytest.approx([0.0] * len(by_activity))
