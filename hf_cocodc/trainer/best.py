@@ -30,6 +30,7 @@ from ..snapshot.folders import PREFIX, run_of, step_of
 from ..snapshot.resume import Start, damage_here
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
+from .loop import waits_for_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,8 @@ class Best:
         mean = _mean(outer, Score(step, False, False, math.nan), self.metric)
         trainer = self._trainer
         state, control = trainer.state, trainer.control
+        if waits_for_metrics(trainer.lr_scheduler) and not outer.finished:
+            trainer.lr_scheduler.step(mean)
         own_step, should_save = state.global_step, control.should_save
         state.global_step = step
         trainer._determine_best_metric({self.metric: mean}, None)

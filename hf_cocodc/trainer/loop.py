@@ -40,18 +40,23 @@ class TrainerLoop:
         go_along(trainer, after)
         control.should_save = control.should_evaluate = control.should_log = False  # the others did it then
         schedule = trainer.lr_scheduler
-        if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) and not _waits_for_metrics(schedule):
+        if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) and not waits_for_metrics(schedule):
             for _ in range(after - before):
                 schedule.step()
 
     def take_over(self, base: Path) -> None:
-        """Take over the best model so far from the region that wrote a base: this one has missed evaluations."""
+        """Take over from the region that wrote a base what follows from evaluations, of which this one has missed some."""
         state, theirs = self._trainer.state, TrainerState.load_from_json(str(base / "trainer_state.json"))
         state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
         step, folder = theirs.best_global_step, Path(self._trainer.args.output_dir or ".")
         state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
         state.stateful_callbacks = theirs.stateful_callbacks
         restore_callbacks(self._trainer)
+        schedule = self._trainer.lr_scheduler
+        if waits_for_metrics(schedule):
+            schedule.load_state_dict(torch.load(base / "scheduler.pt", map_location="cpu", weights_only=True))
+            for group, rate in zip(self._trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def _save_rest(self, folder: Path) -> None:
         trainer = self._trainer
@@ -92,7 +97,7 @@ def go_along(trainer: Trainer, step: int) -> None:
     trainer._globalstep_last_logged += skipped
 
 
-def _waits_for_metrics(schedule: Any) -> bool:
+def waits_for_metrics(schedule: Any) -> bool:
     """Whether Trainer steps a schedule only after evaluations."""
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or (
         type(schedule).__name__ == "GreedyLR"

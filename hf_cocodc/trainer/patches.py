@@ -32,6 +32,8 @@ from .hub import leave_to_region_0, only_the_model
 if TYPE_CHECKING:
     from .callback import CoCoDCCallback
 
+PROVEN = ("5.19", "5.24")
+"""The oldest and the newest Transformers with which all tests have passed."""
 WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
     "hyperparameter_search": (),

@@ -19,6 +19,19 @@ from tests.toys import llama
 
 TIMEOUT_S = 90
 CONFIG = OuterConfig(sync_interval=4)
+COMMON: dict[str, Any] = {
+    "max_steps": 4000,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 3,
+    "eval_steps": 3,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "use_cpu": True,
+}
 BEFORE, AFTER = 6, 8
 """Inner steps of region 0 before the other one starts, and that both make at least once it is a member."""
 
@@ -34,9 +47,7 @@ class Pace(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.first < 0:
             self.first = state.global_step
-        if self._region:
-            return
-        if state.global_step >= BEFORE:
+        if not self._region and state.global_step >= BEFORE:
             self._starts.set()
             if not self._is_in.is_set():
                 time.sleep(0.02)
@@ -59,48 +70,42 @@ def join(
     **arguments: Any,
 ) -> list[Trainer]:
     """The Trainers of both regions, after a run that region 1 has come into. Fails if one fails, or the models differ."""
-    coordinator, starts, is_in = serve_in_thread(), threading.Event(), threading.Event()
-    regions = {"count": 1, "max": 2, "min": 1, "run": "join", "timeout_s": 30.0}
+    coordinator = serve_in_thread()
+    starts, is_in, has_ended = threading.Event(), threading.Event(), threading.Event()
+    regions = {"count": 1, "max": 2, "min": 1, "run": "join", "timeout_s": 60.0, "start_timeout_s": 20.0}
 
-    paces = [Pace(region, starts, is_in) for region in range(2)]
-
-    def make(region: int) -> Trainer:
-        given = RegionConfig(
+    def build(region: int) -> tuple[Trainer, Pace]:
+        own = RegionConfig(
             region=region, coordinator=coordinator.address, join=bool(region) or None, **regions
         )
-        common = {"max_steps": 4000, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
-        common |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "eval_steps": 3}
-        common |= {"lr_scheduler_type": "constant", "dataloader_pin_memory": False, "logging_steps": 3}
-        return kind(
+        pace = Pace(region, starts, is_in)
+        trainer = kind(
             model=llama(),
-            args=TrainingArguments(output_dir=str(folder), **(common | arguments)),
+            args=TrainingArguments(output_dir=str(folder), **(COMMON | arguments)),
             train_dataset=data(region),
             eval_dataset=Tokens(4, seed=9),
-            callbacks=[paces[region], CoCoDCCallback(config, given), *callbacks(region)],
+            callbacks=[pace, CoCoDCCallback(config, own), *callbacks(region)],
         )
+        return trainer, pace
 
-    def train(trainer: Trainer) -> None:
+    def train(region: int) -> None:
+        assert region == 0 or (starts.wait(TIMEOUT_S) and not has_ended.is_set()), "region 0 has failed"
         try:
-            trainer.train()
+            made[region][0].train()
         finally:
-            starts.set()  # nobody waits for a region that has failed
+            has_ended.set()  # nobody waits for a region that has failed
+            starts.set()
             is_in.set()
 
-    def join_later() -> None:
-        assert starts.wait(TIMEOUT_S)
-        if not runs[0].done():
-            train(other)
-        assert paces[1].first > BEFORE - 2, "it did not join"
-
-    one, other = [
-        make(region) for region in range(2)
-    ]  # TrainingArguments make Accelerate's state anew, for all threads
+    # both before one of them trains: TrainingArguments reset Accelerate's state of the process
+    made = [build(0), build(1)]
     with ThreadPoolExecutor(2) as threads:
-        runs = [threads.submit(train, one)]
-        runs.append(threads.submit(join_later))
-        for run in runs:
+        for run in [threads.submit(train, 0), threads.submit(train, 1)]:
             run.result(TIMEOUT_S)
+    (one, _), (other, pace) = made
+    assert pace.first > BEFORE - 2, "it did not join"
     ours, theirs = one.model.state_dict(), other.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert one.state.global_step == other.state.global_step
+    steps = one.state.global_step, other.state.global_step
+    assert steps[0] == steps[1], steps
     return [one, other]
