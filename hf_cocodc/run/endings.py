@@ -59,7 +59,7 @@ def farewell(
 
     >>> print(farewell(7, "region 1 was interrupted", 7, 5)[57:163])
     This region has saved checkpoint-7 in its folder. All regions have checkpoint-5 (of later ones it does not
-    >>> print(farewell(7, "region 1 was interrupted", 7, 7, [0, 2])[107:139])
+    >>> print(farewell(7, "region 1 was interrupted", 7, 7, [0, 2])[107:141])
     Regions 0 and 2 have checkpoint-7.
     """
     saved = "has" if saved_at == step else "has not"
