@@ -13,14 +13,14 @@ from . import charts, timeline
 from .charts import Picture
 from .journals import unreadable
 from .runs import RunRecord
-from .spending import NOT_THERE, longest_waits, spent, union
+from .spending import longest_waits, spent, union
 from .summary import summarize
 from .waits import Activity
 
 _MOST_TEXT = 300
 _MOST_WAITS = 12
 _MOST_SETTINGS = 400
-_MUCH = 0.05
+_MUCH = 0.1
 """A share of a region's time from which on something is worth a word of advice."""
 
 
@@ -100,7 +100,7 @@ def _advice(run: RunRecord, name: str) -> list[str]:
     """What would make the run faster, if anything would by much."""
     if not run.has_times:
         return []
-    there = [max(sum(end - begin for begin, end in union(story.there)), 1e-9) for story in run.stories]
+    there = [max(_seconds(story.there), 1e-9) for story in run.stories]
     advice = []
     for what, seconds in spent(run):
         share, region = max(
@@ -124,12 +124,17 @@ def _advice(run: RunRecord, name: str) -> list[str]:
                 f"{name}sends and landings took {100 * share:.0f} % of the time of region {region}. A larger `sync_interval` "
                 "makes them rarer."
             )
-        elif what == NOT_THERE:
-            gone = sum(1 for each in run.stories[run.regions.index(region)].there) - 1
-            times = f", with {gone} return{'s' * (gone != 1)}" if gone else ""
-            share = seconds[run.regions.index(region)] / max(run.end, 1e-9)
-            advice.append(f"{name}region {region} was not there for {100 * share:.0f} % of the run{times}.")
+    whole = _seconds(span for story in run.stories for span in story.there)
+    for own, story in zip(there, run.stories, strict=True):
+        if (share := 1 - own / max(whole, own)) >= _MUCH:
+            advice.append(
+                f"{name}region {story.region} was not there for {100 * share:.0f} % of the time of the run."
+            )
     return advice
+
+
+def _seconds(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in union(spans))
 
 
 def _headline(run: RunRecord) -> str:

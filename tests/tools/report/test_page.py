@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.cli.main import main
-from tests.tools.report.made import a_cut_run, a_run, write
+from tests.tools.report.made import a_cut_run, a_resumed_run, a_run, write
 
 EVIL = "</title></style><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{$ \ud800\0"
 ALLOWED = {
@@ -250,16 +250,28 @@ def test_a_page_gives_advice_and_shows_code_as_code(tmp_path: Path) -> None:
     """What the time went into, with the way out; no backtick is left."""
     a_cut_run(tmp_path / "cut")
     a_run(tmp_path / "slow", late=-1, link_s=9.0)
+    a_resumed_run(tmp_path / "resumed", 2, 2)
     paths = a_run(tmp_path / "fails")
     with paths[0].open("a") as file:
         file.write('{"kind": "error", "time_s": 99, "step": 80, "message": "Run `pip <b>`."}\n')
     out = tmp_path / "page.html"
-    assert main(["report", *(str(tmp_path / name) for name in ("cut", "slow", "fails")), "-o", str(out)]) == 0
+    assert (
+        main(
+            [
+                "report",
+                *(str(tmp_path / name) for name in ("cut", "slow", "fails", "resumed")),
+                "-o",
+                str(out),
+            ]
+        )
+        == 0
+    )
     text = out.read_text(encoding="utf-8")
-    assert re.search(r"cut: region 1 was not there for 50 % of the run, with 1 return", text)
+    assert re.search(r"cut: region 1 was not there for 50 % of the time", text)
     assert re.search(
         r"slow: region \d waited for the link for \d\d % of its time. <code>hf-cocodc plan</code>", text
     )
+    assert "resumed: region" not in text
     assert "<code>pip &lt;b&gt;</code>" in text and "`" not in text
 
 
