@@ -1,12 +1,13 @@
 """`hf-cocodc launch`: launch the regions of a script that trains with Trainer, TRL or Accelerate, on this machine."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, shown
-from ..settings import RegionConfig
+from ..settings import RegionConfig, check_split
 from ..training.launch import OF_RECIPES, Launch, Program
 from . import dry
 from .part import part_of
@@ -51,6 +52,7 @@ def program_at(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_split(os.environ)
     program = _program(options)
     part = part_of(RegionConfig(), options)
 
