@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import short
+from ..settings import ENV_RESUME
 from ..status import ENV_STATUS, LEFT, is_heard, say, tell
 from . import figures
 
@@ -72,6 +73,7 @@ class Progress:
         self._stepped_at = time.time()
         if is_first:
             self._tell()
+            self._say_unresumed()
 
     def note_untrained(self) -> None:
         """The global weights are evaluated: say once that they are those from before training, if they are."""
@@ -85,6 +87,18 @@ class Progress:
         )
         announce(line)
         say(line, once="untrained")
+
+    def _say_unresumed(self) -> None:
+        """A loop of a user's own loads its checkpoint itself: say it where --resume was for nothing."""
+        is_plain = self._training.loop.started is None
+        if (
+            is_plain
+            and self._first_step == 0 == self._training.inner_step - 1
+            and os.environ.get(ENV_RESUME) == "1"
+        ):
+            line = "training begins at step 0: the script has loaded no checkpoint (accelerator.load_state)"
+            announce("region %d: %s", self._training.link.region, line)
+            say(line, once="unresumed")
 
     def close(self) -> None:
         """Training has ended here, however it has."""

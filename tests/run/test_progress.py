@@ -64,6 +64,19 @@ def loop(journal: Path | None = None) -> None:
             outer.step(loss=1.5)
 
 
+def test_a_plain_loop_that_resumes_from_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone can load its checkpoint: --resume must not be ignored in silence."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(ENV_STATUS, str(status))
+    for resume, said in (("0", False), ("1", True)):
+        monkeypatch.setenv("HF_COCODC_RESUME", resume)
+        loop()
+        lines = [each["line"] for each in heard(status)["lines"]]
+        assert any("the script has loaded no checkpoint" in line for line in lines) is said
+
+
 def test_a_plain_loop_tells_its_progress_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
