@@ -20,6 +20,10 @@ _PARTS = 1000
 """A longer list in a stream holds samples, not its parts."""
 
 
+MANY_FILES = 16
+"""So many files a region are dealt as they are: one file more or less is little, and else each region would read all of them."""
+
+
 class RegionStride(IterableDataset[Any]):
     """Samples region, region + num_regions, ... of a torch iterable dataset, or of each DataLoader worker's part.
 
@@ -84,11 +88,10 @@ class FixedStride(StepExamplesIterable):
 
 
 def part_of(dataset: Any, region: int, num_regions: int) -> Any:
-    """A region's part of a datasets.IterableDataset: whole files if they can be dealt evenly, else every num_regions-th sample.
-
-    The files, or the order, are chosen here, before an epoch shuffles them.
+    """A region's part of a datasets.IterableDataset: whole files if they can be dealt about evenly, else every num_regions-th
+    sample. The files, or the order, are chosen here, before an epoch shuffles them.
     """
-    if dataset.num_shards % num_regions == 0:
+    if dataset.num_shards % num_regions == 0 or dataset.num_shards >= MANY_FILES * num_regions:
         return dataset.shard(num_regions, region, contiguous=False)
     part = dataset.shard(1, 0)
     part._ex_iterable = FixedStride(part._ex_iterable, step=num_regions, offset=region)

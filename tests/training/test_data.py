@@ -191,7 +191,7 @@ def test_a_stream_that_draws_from_global_generators_is_partitioned(num_workers: 
     assert passes[0] != passes[1]
 
 
-@pytest.mark.parametrize("num_files", [6, 5, 1])
+@pytest.mark.parametrize("num_files", [33, 6, 5, 1])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_is_partitioned_alike_in_every_epoch(num_files: int, num_workers: int) -> None:
     """datasets shuffles its files and its buffer in each epoch; no region reads a sample that another has read in any epoch."""
