@@ -7,15 +7,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
+from hf_cocodc.coordinator.hello import differences
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.doctor import coordinator, examine, facts
 from hf_cocodc.tools.doctor.facts import OK, Finding
+from hf_cocodc.training.preflight import on_meta
 
 
 @pytest.fixture(autouse=True)
@@ -184,25 +188,44 @@ def test_a_package_that_is_missing(
 
 @pytest.mark.slow
 def test_two_doctors_meet(tmp_path: Path) -> None:
-    """As processes, at a real coordinator; then with other data, which both refuse."""
+    """As processes, at a real coordinator: another learning rate is refused in both, before anybody trains."""
     server = serve_in_thread()
-
-    def doctors(*other: str) -> list[int]:
-        command = [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--wait", "120"]
-        command += ["--coordinator", f"127.0.0.1:{server.port}"]
-        processes = [
-            subprocess.Popen([*command, "--region", str(region), "--json", f"{region}.json", *more])
-            for region, more in ((0, ()), (1, other))
-        ]
-        return [process.wait(200) for process in processes]
-
-    assert doctors() == [0, 0]
-    for region in (0, 1):
-        found = levels(tmp_path / f"{region}.json")
-        assert found[f"region {1 - region}"] == found["regions"] == ["ok"]
-    assert doctors("--set", "training.learning_rate=0.5") == [2, 2]
+    command = [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--wait", "120"]
+    command += ["--coordinator", f"127.0.0.1:{server.port}"]
+    processes = [
+        subprocess.Popen([*command, "--region", str(region), "--json", f"{region}.json", *more])
+        for region, more in ((0, ()), (1, ("--set", "training.learning_rate=0.5")))
+    ]
+    assert [process.wait(200) for process in processes] == [2, 2]
     assert all(levels(tmp_path / f"{region}.json")["regions"] == ["wrong"] for region in (0, 1))
     server.close()
+
+
+def test_what_a_doctor_tells_of_a_recipe() -> None:
+    """Settings, training, model and data, by the names of a recipe; equal recipes tell the same."""
+
+    def told(data: str, *overrides: str) -> dict[str, Any]:
+        recipe = Recipe.load("quickstart/diloco", ["regions.coordinator=127.0.0.1:1", *overrides])
+        return json.loads(json.dumps(examine._told(recipe, on_meta(recipe), data)))
+
+    mine = told("690 documents")
+    assert differences(mine, told("690 documents")) == []
+    other = told(
+        "9 documents",
+        "training.learning_rate=0.5",
+        "model.config.hidden_size=64",
+        "outer.sync_interval=7",
+        "training.max_steps=9",
+    )
+    names = {each.field for each in differences(mine, other)}
+    assert names >= {
+        "data",
+        "training.learning_rate",
+        "outer.sync_interval",
+        "max_steps",
+        "model.config.hidden_size",
+    }
+    assert "data" not in told("690 documents", "regions.may_differ=path")["facts"], "it may be another"
 
 
 def test_a_doctor_that_meets_nobody(tmp_path: Path) -> None:
