@@ -25,8 +25,8 @@ from tests.toys import Blocks
 H = 6
 SAVED_AT, STEPS = 13, 22
 SETTINGS: dict[str, dict[str, Any]] = {
-    "streaming": {"num_fragments": 2, "overlap_steps": 3},
-    "dilocox": {"rank": 2},
+    "streaming": {"num_fragments": 2, "overlap_steps": 3, "outer_lr": 0.4, "outer_momentum": 0.9},
+    "dilocox": {"rank": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 6).view(2, 3), torch.linspace(-2, 0, 5)]
 

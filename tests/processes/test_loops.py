@@ -23,9 +23,9 @@ def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, tmp_path: Path)
     whole = fork_regions(ranks, [kind, str(tmp_path), "save"], tmp_path)
     for region in range(2):
         folder = tmp_path / f"region-{region}"
-        saved, facts, _ = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
-        assert (facts.step, facts.region) == (SAVED_AT, region)
-        assert [len(fragment["in_flight"]) for fragment in saved["fragments"]] == [1, 0]
+        saved = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
+        assert (saved.facts.step, saved.facts.region) == (SAVED_AT, region)
+        assert [len(fragment["in_flight"]) for fragment in saved.state["fragments"]] == [1, 0]
     for mode in ("load", "load first") if (kind, ranks) == ("loop", 2) else ("load",):
         for path in tmp_path.glob("*.pt"):
             path.unlink()

@@ -72,15 +72,18 @@ def test_a_reason_is_told_once_although_regions_come_meanwhile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(waiting, "tell", lambda stage, news="": told.append(news or stage))
+    for name in ("tell", "say"):
+        monkeypatch.setattr(waiting, name, told.append)
     words = waiting.WaitingWords(0, "mine", "here", 600.0)
     for absent, why in (((1, 2), "ended"), ((2,), "ended"), ((), "full")):
         words.news = Waiting(absent=absent, why=why)
         words.look()
     assert told == [
-        "waits for 600 s at most: ended",
+        "waiting for region 1 and region 2",
+        "region 0 waits for 600 s at most: ended",
         "waiting for region 2",
-        "waits for 600 s at most: full",
+        "waiting for its place",
+        "region 0 waits for 600 s at most: full",
     ]
 
 
