@@ -84,8 +84,9 @@ def restore_callbacks(trainer: Trainer) -> None:
     for name, saved in trainer.state.stateful_callbacks.items():
         alike = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == name]
         for callback, state in zip(alike, saved if isinstance(saved, list) else [saved], strict=False):
-            for attribute, value in state.get("attributes", {}).items():
-                setattr(callback, attribute, value)
+            own = callback.state()["attributes"] if isinstance(callback, ExportableState) else {}
+            for attribute in own.keys() & state.get("attributes", {}).keys():
+                setattr(callback, attribute, state["attributes"][attribute])
 
 
 def go_along(trainer: Trainer, step: int) -> None:

@@ -136,6 +136,7 @@ def test_files_stay_short() -> None:
 PICKLES = {
     "run/loop.py": ("torch.load",),
     "snapshot/files.py": ("torch.load", "dcp_to_torch_save", "torch_save_to_dcp"),
+    "trainer/loop.py": ("torch.load",),
 }
 """Where a pickle is read: with `weights_only`, or this region's own."""
 
