@@ -146,7 +146,7 @@ def trainer(
         args=args,
         train_dataset=data,
         eval_dataset=Tokens(8),
-        callbacks=[slow, callback],
+        callbacks=[callback, slow],
     )
     made.train(resume_from_checkpoint=resume)
     assert callback.outer is not None
