@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,9 @@ class CoCoDCCallback(TrainerCallback):
         self._best.settle()
         restore_callbacks(trainer)
         self._is_coming = self.has_joined
+        if self._is_coming:
+            handler = trainer.callback_handler
+            handler.on_step_begin = partial(self._come_in, handler.on_step_begin)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -220,12 +224,13 @@ class CoCoDCCallback(TrainerCallback):
     ) -> None:
         self._has_stepped = True
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._is_coming:
-            self._is_coming = False
-            self._running.begin(is_new=True)
+    def _come_in(self, tell: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Be a member, then `tell` all callbacks that the first step begins."""
+        assert self._trainer is not None
+        self._trainer.callback_handler.on_step_begin = tell
+        self._is_coming = False
+        self._running.begin(is_new=True)
+        return tell(*args, **kwargs)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
