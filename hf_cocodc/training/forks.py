@@ -25,7 +25,8 @@ def load_ahead() -> None:
     # the server lives as long as a process of its own does: what a terminal or Slurm sends to all is not for it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        forkserver.ensure_running()
+        with _silent():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -67,6 +68,21 @@ class Fork:
     def wait(self) -> int | None:
         self._process.join()
         return self.returncode
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Inside the block, a new process inherits no output of this one: it would keep a pipe open when this one is gone."""
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            for stream in kept:
+                os.dup2(nowhere.fileno(), stream)
+        yield
+    finally:
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)
 
 
 @contextlib.contextmanager
