@@ -241,7 +241,6 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
-        self.place.after_step()
         if self._signal is not None:
             outer.ask_to_stop(self._signal)
         if state.global_step < state.max_steps:
@@ -255,7 +254,7 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
-        if self._is_coming:
+        if self._is_coming and self.place.is_at_start:  # else it had trained this pass when it left
             raise InputError(f"region {self.region} joins a run, but its data has no batch. Give it data.")
         # Trainer asks to stop if an epoch had no data left; after a resume it may skip all of an epoch's data
         dry = state.global_step == self._epoch_began_at and control.should_training_stop
@@ -285,6 +284,7 @@ class CoCoDCCallback(TrainerCallback):
                 "counted it yet. No run could go on from there exactly. Save in on_step_end, or in a later event."
             )
         self._has_stepped = False
+        self.place.after_step()
         if not outer.should_stop:
             outer.step()
 

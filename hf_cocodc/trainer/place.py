@@ -14,8 +14,8 @@ from ..run.streams import is_exact
 from ..snapshot.folders import usable
 
 FILE = "stream.json"
-"""In a checkpoint: the pass over the stream, the batches of it that a rank has trained on, and the state of the stream one step
-before, or null. Trainer then skips this step, and so notices where a pass is over."""
+"""In a checkpoint: the pass over the stream, the batches of it that a rank has trained on, how many a step accumulates, and the
+state of the stream one step before, or null. Trainer then skips this step, and so notices where a pass is over."""
 
 
 class StreamPlace:
@@ -59,12 +59,18 @@ class StreamPlace:
         if found is None and joined is not None:
             self._pass = self._trained = 0
         elif found is not None:
-            self._pass, self._trained = found["pass"], found["batches"]
+            # a step may be divided into more or fewer batches than before, as on another number of GPUs
+            self._pass, self._trained = found["pass"], -(-found["batches"] * step // found["accumulate"])
         if found is None or found["state"] is None:
             return self._pass, self._trained
         self._trainer.train_dataset.load_state_dict(found["state"])
         self._read = self._trained - step
         return self._pass, step
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing of the present pass has been trained, here or before a resume."""
+        return not self._trained
 
     def begin_pass(self) -> None:
         """Call at the beginning of each pass."""
@@ -92,7 +98,8 @@ class StreamPlace:
     def write(self, checkpoint: Path) -> None:
         """Add the place to a checkpoint that is being written."""
         if self._counts and self._trainer.args.should_save:
-            before = self._trained - self._trainer.args.gradient_accumulation_steps
+            accumulate = self._trainer.args.gradient_accumulation_steps
+            before = self._trained - accumulate
             state = next((state for read, state in self._states if read == before), None)
-            place = {"pass": self._pass, "batches": self._trained, "state": state}
+            place = {"pass": self._pass, "batches": self._trained, "accumulate": accumulate, "state": state}
             (checkpoint / FILE).write_text(json.dumps(place), encoding="utf-8")

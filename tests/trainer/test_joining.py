@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import InputError
+from hf_cocodc.trainer import place
 from tests.trainer.joining import COMMON, CONFIG, TIMEOUT_S, join
 
 NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -197,6 +198,24 @@ class Rows(IterableDataset[Any]):
             self.read.append(number)
             ids = torch.tensor([number % 60 + 1, 2, 3, 4])
             yield {"input_ids": ids, "labels": ids}
+
+
+class Few(Rows):
+    """A stream of four batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(super().__iter__(), 8)
+
+
+def test_a_newcomer_whose_pass_is_over_begins_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own last checkpoint may be of the last batch of a pass over its stream."""
+    (tmp_path / place.FILE).write_text('{"pass": 2, "batches": 4, "accumulate": 1, "state": null}')
+    monkeypatch.setattr(place, "usable", lambda folder, run: {4: tmp_path})
+    streams = [Rows(), Few()]
+    join(tmp_path, data=lambda region: streams[region])
+    assert len(streams[1].read) > 8
 
 
 class Signal(TrainerCallback):

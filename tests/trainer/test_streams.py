@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard, simulate
 from hf_cocodc.errors import HandshakeError
@@ -47,10 +47,28 @@ class Recorder(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+class Early(TrainerCallback):
+    """Saves at the end of a step, before our callback hears of it, as Trainer's just-in-time checkpoint does."""
+
+    def __init__(self, trainer: Trainer, step: int) -> None:
+        self._trainer, self._step = trainer, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._trainer._save_checkpoint(self._trainer.model, trial=None)
+
+
 def train(
-    folder: Path, make: Callable[[int], Any], steps: int, resume: int | None = None, **more: Any
+    folder: Path,
+    make: Callable[[int], Any],
+    steps: int,
+    resume: int | None = None,
+    early: int | None = None,
+    **more: Any,
 ) -> list[list[int]]:
-    """The rows that each of two regions has trained on, each with its part of what `make(region)` returns."""
+    """The rows that each of two regions has trained on, each with its part of what `make(region)` returns. `early`: a callback
+    before ours saves at this step.
+    """
 
     def body(region: int, link: Link) -> list[int]:
         common = {"max_steps": steps, "per_device_train_batch_size": BATCH, "seed": 3, "report_to": "none"}
@@ -63,6 +81,8 @@ def train(
             callbacks=[CoCoDCCallback(OuterConfig(method="diloco", sync_interval=5), link=link)],
         )
         trainer.read = []
+        if early is not None:
+            trainer.callback_handler.callbacks.insert(0, Early(trainer, early))
         trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
         return trainer.read
 
@@ -141,3 +161,22 @@ def test_a_stream_is_resumed_in_its_second_pass(tmp_path: Path) -> None:
             **more,
         )
         assert [part[steps * BATCH :] for part in straight] == resumed
+
+
+def test_a_checkpoint_of_a_callback_before_ours_has_the_place_too(tmp_path: Path) -> None:
+    """No batch of its last step is read again."""
+
+    def make(region: int) -> Any:
+        return datasets.Dataset.from_dict(ROWS).to_iterable_dataset(2)
+
+    straight = train(tmp_path, make, 8, early=5)
+    assert [part[5 * BATCH :] for part in straight] == train(tmp_path, make, 8, resume=5)
+
+
+def test_a_stream_is_resumed_with_other_batches_of_the_same_step(tmp_path: Path) -> None:
+    """As on fewer GPUs: a step has the same samples in fewer, larger batches."""
+    common = {"save_strategy": "steps", "save_steps": 3}
+    straight = train(tmp_path, lambda region: GloballyShuffled(), 5, gradient_accumulation_steps=2, **common)
+    other = {"per_device_train_batch_size": 2 * BATCH, "gradient_accumulation_steps": 1, **common}
+    resumed = train(tmp_path, lambda region: GloballyShuffled(), 5, resume=3, **other)
+    assert [part[3 * 2 * BATCH :] for part in straight] == resumed
