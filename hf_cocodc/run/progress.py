@@ -69,6 +69,8 @@ class Progress:
 
     def stepped(self) -> None:
         """An inner step is made."""
+        if not self._began_at:  # a newcomer goes along with the others, and does not take part yet
+            return
         is_first = self._stepped_at == self._began_at
         self._stepped_at = time.time()
         if is_first:
@@ -202,6 +204,6 @@ def _evaluation(event: Mapping[str, Any]) -> str:
     shown = ", ".join(
         f"{name.removeprefix('eval_')} {event[name]:.3f}"
         for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
-        if event.get(name) is not None
+        if isinstance(event.get(name), int | float)  # a script's own metric of this name need not be a number
     )
     return f"step {event['step']}: held out, {event['weights']} weights: {shown}"

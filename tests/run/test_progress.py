@@ -195,6 +195,26 @@ def test_what_is_noted_is_told_and_a_resume_names_its_checkpoint(
     ]
 
 
+def test_a_newcomer_that_catches_up_tells_no_step(
+    progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the steps of the others, and has not begun to train."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+    tell("joining: catching up")
+    progress.stepped()
+    assert heard(tmp_path / "status.json").keys() == {"doing", "since", "lines"}
+
+
+def test_a_metric_that_is_no_number_ends_nothing(
+    progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`compute_metrics` may give an accuracy for each class."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+    progress.hear("evaluate", {"step": 8, "weights": "local", "eval_loss": 1.25, "eval_accuracy": [0.5, 1.0]})
+    [line] = heard(tmp_path / "status.json")["lines"]
+    assert line["line"] == "step 8: held out, local weights: loss 1.250"
+
+
 def test_an_evaluation_before_the_first_landing_says_whose_weights_it_shows(
     progress: Progress, caplog: pytest.LogCaptureFixture
 ) -> None:
