@@ -40,9 +40,9 @@ def region_shard(
 
     Args:
         dataset: datasets.Dataset (strided), datasets.IterableDataset (whole files if the number of files is a multiple of
-            num_regions or at least 16 times as large, else strided, in an order that epochs do not change), torch map-style
-            dataset (strided Subset), or torch iterable dataset (strided, no length; what it draws from global generators
-            depends on the epoch alone). Strided: every num_regions-th sample.
+            num_regions or at least 16 times as large, else, and after `skip` or `take`, strided, in an order that epochs do not
+            change), torch map-style dataset (strided Subset), or torch iterable dataset (strided, no length; what it draws from
+            global generators depends on the epoch alone). Strided: every num_regions-th sample.
         region: 0 .. num_regions - 1; or the RegionConfig of this region, which also has the number of regions. Default:
             environment HF_COCODC_REGION.
         num_regions: number of parts: of regions, or, if regions may join, of all that may take part at once; default:

@@ -8,7 +8,12 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from datasets.iterable_dataset import BufferShuffledExamplesIterable, StepExamplesIterable
+from datasets.iterable_dataset import (
+    BufferShuffledExamplesIterable,
+    SkipExamplesIterable,
+    StepExamplesIterable,
+    TakeExamplesIterable,
+)
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ..errors import InputError
@@ -90,8 +95,13 @@ class FixedStride(StepExamplesIterable):
 def part_of(dataset: Any, region: int, num_regions: int) -> Any:
     """A region's part of a datasets.IterableDataset: whole files if they can be dealt about evenly, else every num_regions-th
     sample. The files, or the order, are chosen here, before an epoch shuffles them.
+
+    After `skip` or `take`, too: datasets would let each region skip its share of the count in files of its own, and so train on
+    samples that a held-out set has.
     """
-    if dataset.num_shards % num_regions == 0 or dataset.num_shards >= MANY_FILES * num_regions:
+    is_even = dataset.num_shards % num_regions == 0 or dataset.num_shards >= MANY_FILES * num_regions
+    counted = (SkipExamplesIterable, TakeExamplesIterable)
+    if is_even and not any(isinstance(each, counted) for each in _parts_of(dataset)):
         return dataset.shard(num_regions, region, contiguous=False)
     part = dataset.shard(1, 0)
     part._ex_iterable = FixedStride(part._ex_iterable, step=num_regions, offset=region)

@@ -213,6 +213,14 @@ def test_a_stream_is_partitioned_alike_in_every_epoch(num_files: int, num_worker
     assert {row["n"] for row in pickle.loads(pickle.dumps(shard))} == parts[1]
 
 
+@pytest.mark.parametrize("num_files", [4, 1])
+def test_what_a_held_out_set_has_is_nobodys(num_files: int) -> None:
+    """`skip` counts the samples of the whole stream, and not those of a region's files."""
+    whole = stream(40, num_files)
+    read = [[row["n"] for row in shards.region_shard(whole.skip(10).take(25), r, 2)] for r in (0, 1)]
+    assert sorted(read[0] + read[1]) == list(range(10, 35))
+
+
 def test_the_part_of_a_stream_can_be_mapped_and_resumed() -> None:
     """The stride of files that cannot be dealt evenly is a stream of datasets like any other."""
     shard = shards.region_shard(stream(20, 3), 1, 2).map(lambda row: {"twice": 2 * row["n"]})
@@ -253,6 +261,24 @@ def test_what_regions_divide_is_compared() -> None:
             torch.manual_seed(region)
             facts.append(divided(make()))
         assert facts[0] != facts[1]
+
+
+class SometimesAugmented(torch.utils.data.Dataset[int]):
+    """With a generator of its own that nobody has given a seed; it leaves the first sample as it is."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        return index + (index % 2) * int(self._generator.integers(1 << 40))
+
+
+def test_samples_that_are_augmented_now_and_then_are_not_compared() -> None:
+    """Equal data would be refused."""
+    assert divided(SometimesAugmented()) == {"data.order": ["50 samples"]}
 
 
 def generator_of(seed: int) -> torch.Generator:
