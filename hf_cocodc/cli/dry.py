@@ -38,8 +38,9 @@ def show(
         place = disk(each.folder)
         if not place.is_writable:
             raise InputError(
-                f"{each.folder} cannot be written: {place.folder} is not yours to write. Change training.output_dir, or make "
-                "the folder writable."
+                f"{each.folder} cannot be written: {place.folder} is "
+                f"{'not yours to write' if place.folder.is_dir() else 'no folder'}. Change training.output_dir (of launch: "
+                "--logs), or make the folder writable."
             )
         refuse_held(each.folder / "cocodc" / f"{log_name(machine)}.lock")
         if machine == 0:

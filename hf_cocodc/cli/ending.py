@@ -8,6 +8,9 @@ from typing import Any
 
 from .display import fitting
 
+_WEIGHTS = ("*.safetensors", "*model*.bin")
+"""Files of a saved model."""
+
 
 def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     """Print the summary of the regions that write to `folders`, region 0's first, and draw their picture into `output`, the
@@ -30,7 +33,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
         )
         return None
     summary = summarize(run)
-    print("\n".join(fitting(line, indent=22) for line in summary.lines(finished[0], journals)))
+    print("\n".join(fitting(line, indent=22) for line in summary.lines(_model(finished[0]), journals)))
     if importlib.util.find_spec("matplotlib"):
         from ..tools.report.charts import plot_run
 
@@ -39,3 +42,13 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     else:
         print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
     return dataclasses.asdict(summary)
+
+
+def _model(folder: Path) -> str:
+    """Where the global model of a region is: in its folder, or where a script has saved it, which only the script knows."""
+    from ..snapshot.folders import usable
+
+    if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        return str(folder)
+    newest = max(usable(folder).items(), default=(0, None))[1]
+    return "where the script has saved it" + ("" if newest is None else f"; its newest checkpoint: {newest}")

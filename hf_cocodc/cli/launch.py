@@ -1,8 +1,10 @@
 """`hf-cocodc launch`: launch the regions of a script that trains with Trainer, TRL or Accelerate, on this machine."""
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,11 @@ def _program(options: argparse.Namespace) -> Program:
         raise InputError(
             f"{shown(name)}: there is no such script. Name a Python file, or a module: hf-cocodc launch -m MODULE. A recipe is "
             "trained with hf-cocodc train."
+        )
+    top = name.partition(".")[0]
+    if is_module and not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])):
+        raise InputError(
+            f"-m {shown(name)}: there is no module {shown(top)} in this environment or folder. Install it, or correct its name."
         )
     folder = options.logs or Path("runs", name.rpartition(".")[2] if is_module else Path(name).stem)
     is_ours = options.program[:2] == OF_RECIPES

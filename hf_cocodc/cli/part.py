@@ -62,7 +62,8 @@ def part_of(here: RegionConfig, options: argparse.Namespace, default_name: str |
     `default_name`: of the run, if nothing else names it. Raises InputError if they contradict each other.
     """
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)
-    wanted = getattr(options, "regions", None) or here.count
+    given = getattr(options, "regions", None)
+    wanted = here.count if given is None else given
     count = from_env(wanted, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
@@ -71,7 +72,7 @@ def part_of(here: RegionConfig, options: argparse.Namespace, default_name: str |
     join = bool(getattr(options, "join", False)) or here.joins(os.environ)
     regions = dataclasses.replace(
         here,
-        count=count or 1,
+        count=1 if count is None else count,
         coordinator=coordinator,
         run=here.run if options.run_name is None else options.run_name,
         secret_file=options.secret_file or here.secret_file,

@@ -265,9 +265,21 @@ def _train(
     if any(each.has_stopped for each in processes):  # its script has caught it
         print(saved(processes))
         return RunStopped.exit_code
-    homes = [each.home for each in processes]
+    if order.is_script and not any(each.has_trained for each in processes):
+        raise InputError(
+            "the script has ended, and no region has trained with the others: if it trains, each region did so on its own. Give "
+            "Trainer a CoCoDCCallback (trainer.add_callback), or your loop an OuterOptimizer (docs/start/launch.md). Full "
+            f"output: {processes[0].log.name}"
+        )
+    homes = [each.home for each in processes if each.has_journal]
+    if not homes:
+        steps = max(each.step or 0 for each in processes)
+        print(
+            f"finished at inner step {steps}. The script keeps no journal: OuterOptimizer(journal=FILE) makes a summary."
+        )
+        return 0
     # commands that run one region each may share a folder: each draws a picture of its own
-    report(homes, homes[0].parent if len(processes) == order.part.count else homes[0])
+    report(homes, homes[0].parent if len(homes) == order.part.count else homes[0])
     return 0
 
 

@@ -93,9 +93,10 @@ def own_hello(
 
 
 def show_differences(sentences: Sequence[str]) -> None:
-    """Log what regions have otherwise than the others."""
+    """Say what regions have otherwise than the others, in the log and to a command."""
     for sentence in sentences:
         logger.warning(sentence)
+        say(sentence, once=sentence)
 
 
 def hello(

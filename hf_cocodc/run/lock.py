@@ -44,7 +44,8 @@ def hold(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise InputError(
-                    f"{path.parent} cannot be written: {error.strerror}. Change training.output_dir, or make the folder writable."
+                    f"{path.parent} cannot be written: {error.strerror}. Change training.output_dir (of launch: --logs), or make "
+                    "the folder writable."
                 ) from error
             logger.warning(
                 "%s lies on a file system without locks (%s): do not start a second run in this folder.",

@@ -69,6 +69,12 @@ class RegionProcess:
         return Path(self.told.get("folder") or self.folder)
 
     @property
+    def has_journal(self) -> bool:
+        """Whether it writes a journal into its `home`: a loop of a user's own need not."""
+        told = self.told
+        return "step" not in told or told.get("folder") is not None
+
+    @property
     def rules(self) -> RegionConfig | None:
         """What the region has said of its run; None before it has met the others."""
         told = self.told.get("rules")

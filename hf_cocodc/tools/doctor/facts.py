@@ -101,7 +101,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a run's folder: `folder` is the nearest one that exists; `free` and `total` are bytes."""
+    """The disk of a run's folder: `folder` is the nearest one that exists, or a file in its way; `free`, `total` in bytes."""
 
     folder: Path
     is_writable: bool
@@ -186,10 +186,11 @@ def _version(package: str) -> str | None:
 def disk(folder: Path) -> Disk:
     """The disk that will hold `folder`."""
     there = folder.absolute()
-    while not there.is_dir() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:
         there = there.parent
     usage = psutil.disk_usage(str(there))
-    return Disk(folder=there, is_writable=os.access(there, os.W_OK), free=usage.free, total=usage.total)
+    is_writable = there.is_dir() and os.access(there, os.W_OK)
+    return Disk(folder=there, is_writable=is_writable, free=usage.free, total=usage.total)
 
 
 def network(coordinator: str | None, interface: str | None) -> Network:

@@ -107,9 +107,9 @@ class Summary:
             rows.append(("held-out accuracy", f"{before}{100 * self.accuracy_after:.1f} % after"))
         return rows
 
-    def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
+    def lines(self, model: str, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
-        places = [("global model", str(model)), *(("journal", str(journal)) for journal in journals)]
+        places = [("global model", model), *(("journal", str(journal)) for journal in journals)]
         if len(journals) > MANY:
             places[1:] = [
                 ("journals", f"{journals[0]} and those of {len(journals) - 1} other regions beside it")
