@@ -158,7 +158,7 @@ class Progress:
                 say(facts["message"], once=facts["message"])
             case "evaluate":
                 say(_evaluation(facts), by_one=True)
-            case "resume" if "from_region" not in facts:
+            case "resume" if "joins" not in facts:
                 step, checkpoint = facts["step"], facts.get("checkpoint", "a checkpoint")
                 announce(f"region {self._training.link.region} resumes from {checkpoint} (step {step})")
                 say(f"resumed from step {step} ({checkpoint})", once="resume")

@@ -99,6 +99,7 @@ class CoCoDCCallback(TrainerCallback):
         **changes: Any,
     ) -> None:
         self.config, self.regions = settings_of("CoCoDCCallback", config, regions, changes)
+        wrap_class(CoCoDCCallback)  # again, if another package has put its own method there meanwhile
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
         if link is not None:
             self.region, self.num_regions = link.region, link.num_regions
@@ -410,7 +411,7 @@ class CoCoDCCallback(TrainerCallback):
             self.outer.ask_to_stop(name)
 
 
-# not by the constructor: `trainer.add_callback(CoCoDCCallback(...))` takes the method before it makes the callback
+# not by the constructor alone: `trainer.add_callback(CoCoDCCallback(...))` takes the method before it makes the callback
 wrap_class(CoCoDCCallback)
 
 

@@ -27,7 +27,12 @@ MUON = "muon"
 def output_dir(recipe: Recipe) -> Path:
     """The folder of the whole run. Each region writes to `region-{r}` in it."""
     name = str(getattr(recipe.outer.method, "name", recipe.outer.method))
-    return expanded(recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}")
+    given = recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}"
+    if not isinstance(given, str):
+        raise InputError(
+            f"training.output_dir={shown(given)} must be text or null, not {type(given).__name__}."
+        )
+    return expanded(given)
 
 
 def cache_trouble(error: BaseException) -> str:

@@ -21,7 +21,7 @@ def test_why_a_region_was_interrupted_is_waited_for() -> None:
         waited[region] = wait_s
         return "the disk is full" if wait_s else None
 
-    link: Any = SimpleNamespace(region=0, num_regions=3, agreement=None, note_of=note_of)
+    link: Any = SimpleNamespace(region=0, members=(0, 1, 2), num_regions=3, agreement=None, note_of=note_of)
     endings = Endings(link, "auto", max_steps=30)
     endings.after_step(9, {0: Word(), 1: Word(ending=Ending.INTERRUPTED), 2: Word(ending=Ending.DONE)})
     assert endings.verdict == "stop"

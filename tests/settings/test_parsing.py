@@ -162,7 +162,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
 )
 def test_wrong_types_and_long_values(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A message names the key, the type and the value, which is cut if it is long."""
-    assert main(["train", str(RECIPE), "--set", override]) == 2
+    assert main(["train", str(RECIPE), "--dry-run", "--set", override]) == 2
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
