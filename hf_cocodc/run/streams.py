@@ -48,7 +48,9 @@ class RegionStride(IterableDataset[Any]):
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        elif epoch and isinstance(self.generator, torch.Generator):
+        elif isinstance(
+            self.generator, torch.Generator
+        ):  # also for the first one: a sample may have been looked at
             self.generator.manual_seed(self._seed + epoch)
 
     def __iter__(self) -> Iterator[Any]:

@@ -191,6 +191,18 @@ def test_a_stream_that_draws_from_global_generators_is_partitioned(num_workers: 
     assert passes[0] != passes[1]
 
 
+def test_a_look_at_a_sample_changes_no_order() -> None:
+    """A script may print one in region 0 alone, from a stream with a generator of its own."""
+    read = []
+    for region in range(2):
+        shard = shards.region_shard(OwnGenerator(40, generator_of(7)), region, 2)
+        if not region:
+            next(iter(shard))
+        shard.set_epoch(0)
+        read += list(shard)
+    assert sorted(read) == list(range(40))
+
+
 @pytest.mark.parametrize("num_files", [33, 6, 5, 1])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_is_partitioned_alike_in_every_epoch(num_files: int, num_workers: int) -> None:
