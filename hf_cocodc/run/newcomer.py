@@ -48,7 +48,10 @@ class JoiningRank:
     def begin(self) -> Marker:
         """Come into the run for the first time, once the base is loaded. See `_follow`."""
         self._forget_base()
-        self._follow_log()
+        try:
+            self._follow_log()
+        except DonorLost as error:  # it left while this region waited for its first batch
+            self._begin_anew(error, keep=False)
         return self._follow(self._training.inner_step, is_new=True)
 
     def _follow(self, before: int, is_new: bool) -> Marker:
@@ -80,10 +83,7 @@ class JoiningRank:
                 steps = training.round_steps
                 training.say(lambda session, m=marker, n=steps: session.ask_in(m, n), "the way in")  # type: ignore[misc]
             except (DonorLost, LeftBehind) as error:
-                logger.warning(
-                    "region %d: %s It begins once more with another base.", training.link.region, error
-                )
-                self._begin_again(keep=not is_new)
+                self._begin_anew(error, keep=not is_new)
                 is_first = True
         self._admitted_at = training.inner_step
         came = {} if training.session is None else training.session.came_from
@@ -144,6 +144,12 @@ class JoiningRank:
             self._admitted_at = None
             if self._training.lane is not None:
                 self._training.lane.has_followed()
+
+    def _begin_anew(self, error: DonorLost | LeftBehind, keep: bool) -> None:
+        logger.warning(
+            "region %d: %s It begins once more with another base.", self._training.link.region, error
+        )
+        self._begin_again(keep)
 
     def _begin_again(self, keep: bool) -> None:
         """Be another newcomer, with a new base: members may have let the old one in, and wait for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.errors import LeftBehind
+from hf_cocodc.errors import DonorLost, LeftBehind
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.run.elastic import Elastic
+from hf_cocodc.run.newcomer import JoiningRank
 from tests.toys import Blocks
 
 
@@ -63,3 +65,21 @@ def test_a_region_that_is_missed_again_as_it_comes_in_comes_back_once_more() -> 
     elastic: Any = SimpleNamespace(_least=3, _hold=hold, _newcomer=newcomer)
     Elastic._is_in(elastic, marker)  # type: ignore[arg-type]
     assert behind == ["late once", "late twice"]
+
+
+def test_a_newcomer_whose_donor_is_gone_before_its_first_batch_asks_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch may take long, and the ranks of a sharded region open their logs only then."""
+    training: Any = SimpleNamespace(link=SimpleNamespace(region=1), inner_step=7)
+    rank, done = JoiningRank(training, tmp_path), []
+
+    def follow_log() -> None:
+        raise DonorLost("region 0 sends this rank no log.")
+
+    monkeypatch.setattr(rank, "_forget_base", lambda: None)
+    monkeypatch.setattr(rank, "_follow_log", follow_log)
+    monkeypatch.setattr(rank, "_begin_again", lambda keep: done.append(keep))
+    monkeypatch.setattr(rank, "_follow", lambda before, is_new: done.append((before, is_new)))
+    rank.begin()
+    assert done == [False, (7, True)]
