@@ -178,9 +178,9 @@ class Display:
     def _doings(self) -> list[str]:
         """What regions do that do not train, and for which region they wait."""
         words, now = [], self._clock()
-        for region, told in zip(self._regions, self._told, strict=True):
+        for index, (region, told) in enumerate(zip(self._regions, self._told, strict=True)):
             doing, since = told.get("doing"), told.get("since", now)
-            if doing is None or _is_gone(told):
+            if doing is None or index in self._lost or _is_gone(told):
                 continue
             if doing == "training":
                 since = told.get("stepped_at", now)

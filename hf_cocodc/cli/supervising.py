@@ -246,7 +246,7 @@ def _train(
             return 0
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         if machine == 0:
-            print(saved(processes), file=sys.stderr)
+            print(saved(processes, order.is_script), file=sys.stderr)
         return interrupted.exit_code
     display.close()
     is_elastic = launch.rules_of(processes).elastic
@@ -263,7 +263,7 @@ def _train(
     if all(each.too_late for each in processes):
         return 0
     if any(each.has_stopped for each in processes):  # its script has caught it
-        print(saved(processes))
+        print(saved(processes, order.is_script))
         return RunStopped.exit_code
     if order.is_script and not any(each.has_trained for each in processes):
         raise InputError(
@@ -330,8 +330,10 @@ def _stop(processes: Sequence[launch.RegionProcess], display: Display) -> None:
     display.close()
 
 
-def saved(processes: Sequence[launch.RegionProcess]) -> str:
-    """Say which checkpoint an interrupted run has left. Where regions come and go, those count that have stopped."""
+def saved(processes: Sequence[launch.RegionProcess], is_script: bool = False) -> str:
+    """Say which checkpoint an interrupted run has left. Where regions come and go, those count that have stopped. What stands
+    behind a script is the script's own.
+    """
     from ..snapshot.folders import usable
 
     folder = processes[0].home.parent
@@ -343,7 +345,8 @@ def saved(processes: Sequence[launch.RegionProcess]) -> str:
     if not common:
         return f"no checkpoint is complete in every region; the journals and logs are in {folder}"
     where = "every region that was left" if stopped else "every region"
-    return f"checkpoint-{max(common)} is complete in {where} under {folder}; to continue, add --resume to the same command"
+    place = ", before the script" if is_script else ""
+    return f"checkpoint-{max(common)} is complete in {where} under {folder}; to continue, add --resume to the same command{place}"
 
 
 def report_failure(

@@ -332,7 +332,7 @@ class RegionConfig(Settings):
             if self.count > 1:
                 raise InputError(
                     f"regions.count={self.count} but this process does not know which region it is. Set {ENV_REGION} to "
-                    f"0 .. {self.count - 1} (hf-cocodc train sets it for you)."
+                    f"0 .. {self.count - 1} (hf-cocodc train and launch set it for you)."
                 )
             placed = dataclasses.replace(self, region=0)
         assert placed.region is not None

@@ -66,7 +66,7 @@ def live(train: Callable[[], object], is_script: bool = False) -> int:
         if isinstance(end.code, str):
             return _report(end.code, code)
         tell(is_mute=True)  # the last lines of the log have to do
-        return _report(f"its script has ended with exit code {code}", code)
+        return _report(f"its script has ended with exit code {code}", code, said=True)
     except Exception as error:
         traceback.print_exc()
         from ..snapshot.manifest import FULL

@@ -221,6 +221,22 @@ def test_a_line_names_the_last_landing(run: Run, capsys: pytest.CaptureFixture[s
     assert "last landing at step 40" in capsys.readouterr().out
 
 
+def test_what_a_lost_region_said_last_is_shown_no_more(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another command may have brought it back: then it is a member, and this command hears nothing of it."""
+    for region in (0, 1):
+        run.train(region, 10, loss=3.0)
+    run.change(0, [0, 1])
+    run.display.lose(1, "region 1 is lost")
+    run.change(1, [0], by=(0,), lost=[1])
+    run.change(2, [0, 1], by=(0,))
+    for step in (40, 70):
+        run.train(0, step)
+        run.after(61)
+    said = capsys.readouterr().out
+    assert "step 70/100" in said
+    assert "region 1: at this step" not in said and "region 1: training" not in said
+
+
 def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The line goes on with the others; each change of the members is said once, whoever says it."""
     for region in (0, 1):

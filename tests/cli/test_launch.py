@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.cli import ending
+from hf_cocodc.cli import ending, supervising
 from hf_cocodc.cli.main import main
 from hf_cocodc.run.connect import show_differences
 from hf_cocodc.status import ENV_STATUS, heard
 from hf_cocodc.training import launch
+from hf_cocodc.training.region import live
 
 
 @pytest.fixture
@@ -99,3 +100,30 @@ def test_a_command_hears_that_regions_train_on_the_same_samples(
     show_differences(["regions 0 and 1 begin with the same training samples"])
     lines = heard(tmp_path / "status.json")["lines"]
     assert [each["line"] for each in lines] == ["regions 0 and 1 begin with the same training samples"]
+
+
+def test_how_a_script_ends_itself_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command: the last lines of the log are the script's own."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+
+    def script() -> None:
+        raise SystemExit(7)
+
+    assert live(script, is_script=True) == 7
+    assert heard(tmp_path / "status.json")["error"] == "its script has ended with exit code 7"
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_resume_stands_before_a_script(
+    is_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    (tmp_path / "region-0").mkdir()
+    with (tmp_path / "log").open("wb") as log:
+        region = launch.RegionProcess(0, tmp_path / "region-0", process, log, 0, tmp_path / "status")
+    monkeypatch.setattr("hf_cocodc.snapshot.folders.usable", lambda folder: {20: folder})
+    assert supervising.saved([region], is_script).endswith(", before the script") == is_script
