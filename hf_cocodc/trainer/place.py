@@ -37,6 +37,17 @@ class StreamPlace:
             and not self._trainer.args.ignore_data_skip
         )
 
+    @property
+    def _keeps_states(self) -> bool:
+        """Whether reading can go on from a state: one process reads the stream, and it is exact."""
+        args = self._trainer.args
+        return (
+            self._counts
+            and not args.dataloader_num_workers
+            and args.world_size == 1
+            and is_exact(self._trainer.train_dataset)
+        )
+
     def begin(
         self, epochs: int, batches: int, checkpoint: Path | None, joined: int | None = None
     ) -> tuple[int, int]:
@@ -61,7 +72,7 @@ class StreamPlace:
         elif found is not None:
             # a step may be divided into more or fewer batches than before, as on another number of GPUs
             self._pass, self._trained = found["pass"], -(-found["batches"] * step // found["accumulate"])
-        if found is None or found["state"] is None:
+        if found is None or found["state"] is None or not self._keeps_states:
             return self._pass, self._trained
         self._trainer.train_dataset.load_state_dict(found["state"])
         self._read = self._trained - step
@@ -84,8 +95,8 @@ class StreamPlace:
 
     def recording(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate`, which also keeps the state of the stream after the samples of a batch, if reading can go on from it."""
-        args, stream = self._trainer.args, self._trainer.train_dataset
-        if not self._counts or args.dataloader_num_workers or args.world_size > 1 or not is_exact(stream):
+        stream = self._trainer.train_dataset
+        if not self._keeps_states:
             return collate
 
         def collate_and_note(samples: Any) -> Any:

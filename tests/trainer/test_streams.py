@@ -180,3 +180,17 @@ def test_a_stream_is_resumed_with_other_batches_of_the_same_step(tmp_path: Path)
     other = {"per_device_train_batch_size": 2 * BATCH, "gradient_accumulation_steps": 1, **common}
     resumed = train(tmp_path, lambda region: GloballyShuffled(), 5, resume=3, **other)
     assert [part[3 * 2 * BATCH :] for part in straight] == resumed
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_state_of_one_reader_is_not_given_to_several(tmp_path: Path) -> None:
+    """Each DataLoader worker has files of its own: what was trained is read and skipped instead."""
+
+    def make(region: int) -> Any:
+        return datasets.Dataset.from_dict(ROWS).to_iterable_dataset(4)
+
+    train(tmp_path, make, 4, early=4)
+    folder = tmp_path / "whole"
+    straight = train(folder, make, 8, dataloader_num_workers=2)
+    resumed = train(tmp_path, make, 8, resume=4, dataloader_num_workers=2)
+    assert [part[4 * BATCH :] for part in straight] == resumed
