@@ -29,6 +29,7 @@ class StreamPlace:
         self._pass = self._trained = self._read = 0
         self._has_begun = False
         self._states: deque[tuple[int, Any]] = deque(maxlen=1)
+        self._loaded: dict[str, Any] | None = None
 
     @property
     def _counts(self) -> bool:
@@ -75,6 +76,7 @@ class StreamPlace:
         if found is None or found["state"] is None or not self._keeps_states:
             return self._pass, self._trained
         self._trainer.train_dataset.load_state_dict(found["state"])
+        self._loaded = found["state"]
         self._read = self._trained - step
         return self._pass, step
 
@@ -91,6 +93,9 @@ class StreamPlace:
         self._has_begun = True
 
     def after_step(self) -> None:
+        if self._loaded is not None:  # a stream would begin there once more, whenever it is read in this pass
+            self._trainer.train_dataset.load_state_dict({**self._loaded, "epoch": -1})
+            self._loaded = None
         self._trained += self._trainer.current_gradient_accumulation_steps
 
     def recording(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -84,6 +84,10 @@ def train(
         if early is not None:
             trainer.callback_handler.callbacks.insert(0, Early(trainer, early))
         trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
+        if isinstance(
+            trainer.train_dataset, datasets.IterableDataset
+        ):  # a script may read it once more, whole
+            assert len(list(trainer.train_dataset)) == len(list(region_shard(make(region), region, 2)))
         return trainer.read
 
     return simulate(body, regions=2)
