@@ -183,7 +183,7 @@ def test_what_is_noted_is_told_and_a_resume_names_its_checkpoint(
     """A region that comes back to a run has not resumed."""
     monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
     caplog.set_level("INFO")
-    progress.hear("resume", {"step": 7, "from_region": 0, "checkpoint": "base"})
+    progress.hear("resume", {"step": 7, "from_region": 0, "joins": True, "checkpoint": "base"})
     progress.hear("resume", {"step": 8, "checkpoint": "run/region-1/checkpoint-8"})
     progress.hear("note", {"step": 8, "message": "checkpoint-9 is not used"})
     progress.hear("evaluate", {"step": 8, "weights": "global", "eval_loss": 1.25, "eval_accuracy": None})
