@@ -64,9 +64,10 @@ def show(
 def rows_of(recipe: Recipe, num_params: int | None) -> list[tuple[str, str]]:
     """What a recipe says of a run; `num_params`: that are trained, if they are known."""
     warnings = warnings_of(recipe.outer, recipe.training.get("max_steps"))
+    steps = recipe.training.get("max_steps", -1)
     return [
         ("parameters", "known to its region" if num_params is None else f"{num_params:,} to train"),
-        ("steps", str(recipe.training.get("max_steps", "by training.num_train_epochs"))),
+        ("steps", str(steps) if steps > 0 else "by training.num_train_epochs"),
         ("outer", outer_in_words(recipe)),
         *(("warning", each) for each in warnings),
     ]

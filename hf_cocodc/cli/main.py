@@ -131,6 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error of this package, or of the operating system (a full disk, an output that no one reads), becomes
     one paragraph and an exit code (see errors.py).
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed: nobody reads it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)

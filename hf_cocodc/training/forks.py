@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -73,7 +74,10 @@ class Fork:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Inside the block, a new process inherits no output of this one: it would keep a pipe open when this one is gone."""
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    kept = {}
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed; a copy must not take its number
+            kept[stream] = fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, 3)
     try:
         with open(os.devnull, "wb") as nowhere:
             for stream in kept:

@@ -187,3 +187,11 @@ def test_it_changes_nothing_at_the_coordinator(
         assert "would train  region 2\n" in said and "HF_COCODC_JOIN=1" in said
     part(*regions)
     served.close()
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("steps", ["0", "-1", "null"])
+def test_steps_that_epochs_decide_are_no_number(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainer takes no positive number for none."""
+    assert train("--dry-run", "--set", f"training.max_steps={steps}") == 0
+    assert "steps        by training.num_train_epochs" in capsys.readouterr().out

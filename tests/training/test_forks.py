@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,24 @@ def test_the_environment_of_a_forked_region_is_the_launchers() -> None:
     assert ours.items() <= env.items()
     others = {key for key, value in env.items() if os.environ.get(key) != value} - set(ours)
     assert all(key.startswith(("KMP_", "ACCELERATE_DYNAMO_", "OMP_NUM_THREADS")) for key in others), others
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_command_whose_output_is_closed_keeps_the_other(closed: int) -> None:
+    """A supervisor may close one of them; a copy of the other must not take its number."""
+    program = f"""
+import os
+os.close({closed})
+from hf_cocodc.training.forks import _silent
+with _silent():
+    os.write({3 - closed}, b"not seen")
+os.write({3 - closed}, b"seen")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True)
+    assert ran.stdout + ran.stderr == b"seen"
+
+
+def test_a_command_without_output_prints_its_help() -> None:
+    words = [sys.executable, "-m", "hf_cocodc", "--help"]
+    closed = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *words], timeout=120, check=False)
+    assert closed.returncode == 0
