@@ -30,4 +30,4 @@ def seventh(
 
 
 METHODS["seventh"] = seventh
-of_settings.METHODS = (*of_settings.METHODS, "seventh")
+of_settings.METHODS.append("seventh")

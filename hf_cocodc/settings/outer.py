@@ -60,7 +60,7 @@ AUTO_VALUES: dict[str, dict[str, float]] = {
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
 """By method: what `auto` means (`hf_cocodc/auto.py` says where it comes from)."""
-METHODS = tuple(AUTO_VALUES)
+METHODS = list(AUTO_VALUES)
 """The names of `newer.known`."""
 
 

@@ -116,7 +116,7 @@ def pack(
     tokenizer: PreTrainedTokenizerBase,
     block_size: int,
     text_column: str = "text",
-    num_proc: int | None = None,
+    num_proc: int = 1,
 ) -> Any:
     """Tokenize documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
 
@@ -136,8 +136,8 @@ def pack(
     features = datasets.Features({"input_ids": ids, "labels": ids})
     task = {"tokenizer": tokenizer, "block_size": block_size, "text_column": text_column}
     shape = {"batched": True, "batch_size": PACKED_TOGETHER, "remove_columns": columns, "features": features}
-    if num_proc is not None and not isinstance(dataset, datasets.IterableDataset):
-        shape["num_proc"] = min(num_proc, len(dataset))
+    if num_proc > 1 and not isinstance(dataset, datasets.IterableDataset):
+        shape["num_proc"] = min(num_proc, len(dataset))  # datasets would make one process for 1, too
     # Hide progress bars, which are on by default, unless the user has set HF_DATASETS_DISABLE_PROGRESS_BARS=0.
     chosen = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None
     hide = not (chosen or datasets.are_progress_bars_disabled())

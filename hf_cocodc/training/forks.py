@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,15 @@ from .region import end
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end: Ctrl-C, a scheduler, a terminal that is closed."""
+
+
+_LONGEST_FOLDER = 70
+"""A socket's path has at most 107 bytes; multiprocessing adds "/pymp-12345678/listener-12345678" to the temporary folder."""
+
+
+def can_load_ahead() -> bool:
+    """Whether there can be such a server here."""
+    return len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER
 
 
 def load_ahead() -> None:

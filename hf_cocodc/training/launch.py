@@ -28,7 +28,7 @@ from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
 from ..settings import ENV_REGION, ENV_REGIONS, RegionConfig
 from ..status import ENV_STATUS, LEFT, heard
-from .forks import Fork, Job
+from .forks import Fork, Job, can_load_ahead
 from .region import ENV_COMMAND, ENV_HERE, ENV_OUTLIVES
 
 _ON_CPUS = {
@@ -212,7 +212,7 @@ class Program:
     @property
     def may_be_forked(self) -> bool:
         """Whether its libraries may be loaded ahead. A script may have settings for them, which it makes before it loads them."""
-        return list(self.words[:2]) == OF_RECIPES and not self.launcher
+        return list(self.words[:2]) == OF_RECIPES and not self.launcher and can_load_ahead()
 
     def folder_of(self, region: int) -> Path:
         return self.folder / f"region-{region}"

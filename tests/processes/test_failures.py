@@ -110,7 +110,7 @@ def test_a_signal_stops_all_regions_at_one_step_with_a_checkpoint(
     assert run.returncode == code
     assert "interrupted at step" in errors
     assert "is complete in every region" in errors
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
     _, errors = run.communicate(timeout=30)
     assert run.returncode == 130
     assert "no checkpoint is complete in every region" in errors
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ def test_a_wheel_brings_the_quickstarts(tmp_path: Path) -> None:
     assert {name for name in names if name.endswith(".yaml")} == {
         *(f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in (*known(), "snoo")),
         "hf_cocodc/tools/plan/prices.yaml",
+        "hf_cocodc/training/accelerate.yaml",
     }
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
     assert "hf_cocodc/py.typed" in names

@@ -193,7 +193,7 @@ VARIANTS = {
         {"data": Stream()}, {"data": Rows(), "train_sampling_strategy": "sequential"}, PADDED
     ),
     "streaming": Variant(
-        {"data": TABLE.to_iterable_dataset(num_shards=2)},
+        {"data": TABLE.to_iterable_dataset(num_shards=1)},
         {"data": TABLE, "train_sampling_strategy": "sequential"},
         PADDED,
     ),

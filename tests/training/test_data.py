@@ -539,7 +539,7 @@ def test_pack_finds_what_another_rank_has_packed(tmp_path: Path) -> None:
     """The part of a region has one name in the cache, whoever packs it: ranks, and processes that pack together."""
     (tmp_path / "text.json").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(300)))
 
-    def packed(num_proc: int | None = None) -> Any:
+    def packed(num_proc: int = 1) -> Any:
         files, cache = str(tmp_path / "text.json"), str(tmp_path / "cache")
         text = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache).shuffle(seed=1)
         part = shards.region_shard(text, 1, 2)
