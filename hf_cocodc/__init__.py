@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = (
-    *(
-        "CheckpointError",
-        "CocodcError",
-        "DonorLost",
-        "HandshakeError",
-        "InputError",
-        "LeftBehind",
-        "LinkError",
-    ),
-    *("MeetingError", "MeetingRefused", "RegionLostError", "RunFinished", "RunLeft", "RunOver", "RunStopped"),
-)
 _HOMES = {
     "CoCoDCCallback": ".trainer.callback",
     "Method": ".methods",
@@ -61,7 +49,8 @@ _HOMES = {
     "script_parser": ".trainer.flags",
     "simulate": ".training.simulation",
     "split_world": ".run.split_world",
-} | dict.fromkeys(_ERRORS, ".errors")
+}
+"""Modules of public names; the others are exceptions, of `errors`."""
 
 __all__ = [
     "CheckpointError",
@@ -96,9 +85,9 @@ if not TYPE_CHECKING:  # or a type checker would believe every name to be there
 
     def __getattr__(name: str) -> object:
         """Import a public name at its first use, because importing torch and transformers takes seconds."""
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+        return getattr(importlib.import_module(_HOMES.get(name, ".errors"), __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -116,9 +116,8 @@ def _connections(text: str) -> int | None:
     """The number of connections; None if the round trip decides."""
     if text == "auto":
         return None
-    if (
-        not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 64
-    ):  # Python refuses to read long numbers
+    # Python refuses to read long numbers
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 64:
         raise InputError(f"--connections {short(text)} must lie in 1 .. 64, or be auto.")
     return int(text)
 

@@ -23,8 +23,6 @@ _DRAWN = 1 << 64
 """A seed of a generator that is larger was drawn by NumPy (128 bits), not given."""
 _PARTS = 1000
 """A longer list in a stream holds samples, not its parts."""
-
-
 MANY_FILES = 16
 """So many files a region are dealt as they are: one file more or less is little, and else each region would read all of them."""
 
@@ -48,10 +46,8 @@ class RegionStride(IterableDataset[Any]):
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        elif isinstance(
-            self.generator, torch.Generator
-        ):  # also for the first one: a sample may have been looked at
-            self.generator.manual_seed(self._seed + epoch)
+        elif isinstance(self.generator, torch.Generator):
+            self.generator.manual_seed(self._seed + epoch)  # epoch 0, too: it may have been read
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
