@@ -83,6 +83,7 @@ class Patches:
         self._shows_global = False
         handler = trainer.callback_handler
         handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
+        self._resumes = os.environ.get(ENV_RESUME) == "1"  # once: what a script trains after that begins anew
         # Trainer calls this one in every inner step
         unneeded = () if callback.config.weights == "tokens" else ("get_batch_samples",)
         for name in WRAPPED.keys() - unneeded:
@@ -92,7 +93,8 @@ class Patches:
 
     def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
-        resume_from_checkpoint = resume_from_checkpoint or os.environ.get(ENV_RESUME) == "1"
+        resume_from_checkpoint = resume_from_checkpoint or self._resumes
+        self._resumes = False
         given = inspect.signature(train).bind(resume_from_checkpoint, *args, **kwargs).arguments
         self._best.ignore_keys = given.get("ignore_keys_for_eval")
         lock = region_lock(Path(self._trainer.args.output_dir or "."))

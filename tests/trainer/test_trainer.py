@@ -273,3 +273,19 @@ def test_the_recipes_callback(tmp_path: Path) -> None:
         recipe, ("regions.count=1", "evaluation.on=local", "outer.sync_interval=7")
     )
     assert (callback.config.sync_interval, callback.evaluate_on, callback.num_regions) == (7, "local", 1)
+
+
+def test_a_script_that_trains_twice_resumes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--resume is for what was interrupted: the second training of the same Trainer begins anew, as without it."""
+    monkeypatch.setenv("HF_COCODC_RESUME", "1")
+
+    def body(region: int, link: Link) -> int:
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        trainer = make(
+            tmp_path / "run", [CoCoDCCallback("diloco", sync_interval=3, link=link)], max_steps=6, **saving
+        )
+        trainer.train()
+        trainer.train()
+        return trainer.state.global_step
+
+    assert simulate(body, regions=2) == [6, 6]
