@@ -23,6 +23,8 @@ VARIABLES = {
     "HF_COCODC_RUN": "Name of the run, if two runs at one coordinator would have the same name. Equal in all regions of a run.",
     "HF_COCODC_SECRET_FILE": "A file with that secret instead.",
     "HF_COCODC_JOIN": "`1`: this process joins or rejoins a run that trains already.",
+    "HF_COCODC_ON_LOSS": "What a loss does where no recipe or script says so (`regions.on_loss`): `auto`, `stop` or `continue`. "
+    "`hf-cocodc train` and `launch` set it to `auto`; without them it is `stop`. Equal in all regions.",
     "HF_COCODC_RESUME": "`1`: `trainer.train()` continues from the newest checkpoint that is good everywhere, if any.",
     "HF_COCODC_SPLIT": "Splits one `accelerate launch` when `hf_cocodc` is imported. `machines`: each machine is a region. A "
     "number: so many regions of equal size. Instead of the first three.",
@@ -30,12 +32,103 @@ VARIABLES = {
 """What users may set."""
 INTERNAL = {
     "HF_COCODC_COMMAND": "The command that started this process.",
+    "HF_COCODC_LOG": "The log of the first region that a split launch has on this machine.",
     "HF_COCODC_LAUNCH": "The name of a launch that is split into regions, for its processes and their children.",
     "HF_COCODC_OUTLIVES_COMMAND": "Whether this process trains on when the command ends.",
     "HF_COCODC_REGIONS_HERE": "How many regions the command has started on this machine.",
     "HF_COCODC_STATUS": "Where a region reports its progress to the command.",
 }
 """What only this package sets."""
+
+EXAMPLES = {
+    "CoCoDCCallback": """
+trainer = Trainer(
+    model=model,
+    args=args,
+    train_dataset=region_shard(dataset),
+    callbacks=[CoCoDCCallback("streaming", RegionConfig(min=1), sync_interval=100)],
+)
+trainer.train()  # the model holds the global weights afterwards
+""",
+    "OuterOptimizer": """
+with OuterOptimizer(accelerator, model, optimizer, OuterConfig(method="diloco", sync_interval=100)) as outer:
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+        if outer.should_stop:
+            break
+""",
+    "OuterConfig": """
+OuterConfig(method="streaming", sync_interval=100, num_fragments=8, overlap_steps=2, codec="fp4")
+""",
+    "RegionConfig": """
+# the number of this region, the count and the coordinator come from the environment, unless you say them
+RegionConfig(min=1, timeout_s=60, rate_limit=36)
+RegionConfig(region=0, count=2, coordinator="10.0.0.1:29650", secret_file="secret")
+""",
+    "region_shard": """
+trainer = Trainer(..., train_dataset=region_shard(dataset))  # region 1 of 2 gets the samples 1, 3, 5, ...
+""",
+    "split_world": """
+region = split_world(2)  # the first line of a script that one accelerate launch starts
+""",
+    "script_parser": """
+args, outer, regions = script_parser(TrainingArguments).parse_args_into_dataclasses()
+trainer = Trainer(..., args=args, callbacks=[CoCoDCCallback(outer, regions)])
+""",
+    "simulate": """
+trainers = simulate("quickstart/diloco", overrides=["training.max_steps=40"])
+trainers[0].evaluate()  # one Trainer a region; the models are equal
+""",
+    "muon": """
+trainer = Trainer(..., optimizers=(muon(model, lr=1e-3, weight_decay=0.1), None))
+""",
+    "Recipe": """
+recipe = Recipe.load("quickstart/diloco", ["outer.sync_interval=50"])
+recipe.outer.sync_interval  # 50
+""",
+    "Method": """
+from hf_cocodc.methods import diloco
+from hf_cocodc.parts.merges import mix
+
+
+def halves(sync_interval: int = 100, outer_lr: float = 0.7) -> Method:
+    # DiLoCo whose local params stay half of what they were
+    return dataclasses.replace(diloco(sync_interval=sync_interval, outer_lr=outer_lr), merge=mix(0.5))
+
+
+OuterConfig(method=halves, sync_interval=50)  # in a recipe: method: my_module:halves
+""",
+}
+"""One of each public name that is no exception, in the order of the page."""
+MEMBERS = {
+    "CoCoDCCallback": ("from_recipe", "attach"),
+    "OuterOptimizer": (
+        "step",
+        "should_stop",
+        "verdict",
+        "why",
+        "finish",
+        "finished",
+        "close",
+        "inner_step",
+        "members",
+        "micro_batches",
+        "batches",
+        "note_lr",
+        "note_loss",
+        "ask_to_stop",
+        "global_weights",
+        "own_global_weights",
+        "report",
+    ),
+    "Recipe": ("load", "from_dict"),
+}
+"""What scripts call; all other members are for this package."""
+FIELDS = {"OuterConfig": "outer", "RegionConfig": "regions"}
+"""Settings whose fields are the keys of this section of a recipe."""
 
 
 def pages() -> dict[str, str]:
@@ -87,9 +180,7 @@ def _commands(made: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, s
     for group in _groups(made):
         helps = {each.dest: each.help or "" for each in group._choices_actions}
         for word, each in group.choices.items():
-            if word not in helps:  # it has moved, and says where
-                continue
-            yield f"{name} {word}", helps.get(word, ""), each
+            yield f"{name} {word}", helps[word], each
             yield from _commands(each, f"{name} {word}")
 
 
@@ -163,13 +254,51 @@ def _python() -> str:
     lines = [
         "# Python",
         "",
-        "All public names are in the top-level module: `from hf_cocodc import CoCoDCCallback`. The package is typed.",
+        "All public names are in the top-level module: `from hf_cocodc import CoCoDCCallback`. The package is typed. What",
+        "this page does not name may change without notice.",
         "",
     ]
-    for name in hf_cocodc.__all__:
-        lines += [f"## {name}", "", f"::: {getattr(hf_cocodc, name).__module__}.{name}", ""]
-    lines += ["## Methods", "", "::: hf_cocodc.methods", "", "::: hf_cocodc.newer", ""]
+    for name, example in EXAMPLES.items():
+        lines += [f"## {name}", "", "```python", example.strip(), "```", ""]
+        if name in FIELDS:
+            section = FIELDS[name]
+            lines += [
+                f"Its fields are the keys of the [section `{section}`](recipe-keys.md#{section}) of a recipe, and",
+                f"`help({name})` explains them. Unknown or impossible values raise InputError.",
+                "",
+            ]
+            continue
+        lines += [
+            f"::: {getattr(hf_cocodc, name).__module__}.{name}",
+            "    options:",
+            "      heading_level: 3",
+        ]
+        lines += [f"      members: [{', '.join(MEMBERS.get(name, ()))}]", ""]
+    errors = [getattr(hf_cocodc, name) for name in hf_cocodc.__all__ if name not in EXAMPLES]
+    rows = [(f"`{each.__name__}`", str(each.exit_code), _summary(each)) for each in errors]
+    lines += [
+        "## Exceptions",
+        "",
+        "```python",
+        "try:",
+        "    trainer.train()",
+        "except RunStopped as stopped:  # all regions have a checkpoint of one step",
+        "    print(stopped)",
+        "```",
+        "",
+        "Every message names the value, the rule and the way out. A script that catches none of RunStopped, RunLeft and",
+        "RunFinished ends with its message and [exit code](environment-and-exit-codes.md#exit-codes).",
+        "",
+        "| exception | exit code | meaning |",
+        "|---|---|---|",
+        *(f"| {name} | {code} | {text} |" for name, code, text in rows),
+    ]
     return "\n".join(lines)
+
+
+def _summary(kind: type) -> str:
+    """The first paragraph of its docstring."""
+    return _sentence((kind.__doc__ or "").strip().split("\n\n")[0])
 
 
 def main() -> None:

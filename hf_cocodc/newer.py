@@ -73,7 +73,8 @@ def muloco(
     outer_lr: float = 0.7,
     outer_momentum: float = 0.6,
     codec: str | Codec = "int4",
-    error_feedback: bool = False,
+    error_feedback: bool = True,
+    feedback_decay: float = 0.9,
     rank: int = 64,
     merge: str = "replace",
     mean: str = "average",
@@ -83,16 +84,21 @@ def muloco(
     ::
 
         theta_m <- H steps of Muon (matrices in blocks) and AdamW (embeddings, head, norms, biases)
-        Dbar = 1/M sum_m quantize(Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
+        a_m = beta e_m + Theta - theta_m ;  s_m = Q(a_m) ;  e_m <- a_m - s_m
+        Dbar = Q(1/M sum_m s_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
+
+    Q quantizes, e is the residual of the error feedback, and beta is feedback_decay. With two regions the mean is not quantized
+    a second time: they swap what they send whole.
 
     You choose the inner optimizer: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a script,
     where Muon's equations are. Everything else is DiLoCo.
 
     Differs from the paper: 4 bits are integers with a scale for each block of 256 values; the paper's scale is of a whole
-    tensor, or its codes have a codebook. Muon's learning rate is scaled to steps as large as AdamW's. num_fragments and
-    overlap_steps are options, as with DiLoCo.
+    tensor, or its codes have a codebook. Embeddings and norms are quantized, too. Muon's learning rate is scaled to steps as
+    large as AdamW's. num_fragments and overlap_steps are options, as with DiLoCo. docs/methods/muloco.md has all differences.
     """
-    return diloco(
+    check_settings(locals())
+    base = diloco(
         sync_interval=sync_interval,
         num_fragments=num_fragments,
         fragment_pattern=fragment_pattern,
@@ -100,11 +106,10 @@ def muloco(
         overlap_steps=overlap_steps,
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
-        codec=codec,
-        error_feedback=error_feedback,
-        rank=rank,
         merge=merge,
-        mean=mean,
+    )
+    return dataclasses.replace(
+        base, codec=parts.choose.codec(codec, error_feedback, rank, mean=mean, decay=feedback_decay)
     )
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from .parts.guard import Guard
 from .settings import OuterConfig
 from .settings.fields import is_own
 from .settings.outer import AUTO, AUTO_VALUES, FOLLOWING, GUARD, alpha_of, check_settings, idle
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "source."
 """How the names of modules of a user's own begin, among the settings."""
@@ -118,7 +115,7 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
             )
 
 
-def settings(config: OuterConfig) -> dict[str, object]:
+def settings(config: OuterConfig) -> dict[str, Any]:
     """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
 
     Of a user's own method or codec also the options, by their names in a recipe, and hashes of the source (`source.MODULE`).
@@ -135,7 +132,9 @@ def settings(config: OuterConfig) -> dict[str, object]:
     if own:
         from_config(config)  # raises what is missing
         mine, for_codec = _options(config, composer.takes)
-        named = {_in_recipe(name): value for name, value in {**for_codec, **chosen, **mine}.items()}
+        keys = {each.name for each in dataclasses.fields(OuterConfig)}
+        every = {**for_codec, **chosen, **mine}.items()
+        named = {name if name in keys else f"options.{name}": value for name, value in every}
         chosen = json.loads(json.dumps(named))  # as other regions see them
         for name in own:
             hashes = parts.own.sources(f"outer.{name}", getattr(config, name))
@@ -170,11 +169,6 @@ def lost_steps(config: OuterConfig) -> str | None:
         f"outer.overlap_steps={steps} with outer.{given}={chosen.get(given)}: each landing throws away all inner steps that its "
         f"fragment has made since the send. {way_out}"
     )
-
-
-def _in_recipe(name: str) -> str:
-    """The name of a setting in the section `outer` of a recipe."""
-    return name if name in {each.name for each in dataclasses.fields(OuterConfig)} else f"options.{name}"
 
 
 def paper_of(method: str) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ENV_STATUS = "HF_COCODC_STATUS"
+ENV_LOG = "HF_COCODC_LOG"
+"""The log of the first region that a split launch has on this machine: its launcher writes there."""
 LEFT = "has left the run"
 """The last word of a region that has left while the others train on."""
 TOO_LATE = "has come too late"
@@ -106,6 +109,21 @@ def forget() -> None:
         for each in (path, Path(f"{path}.half")):
             each.unlink(missing_ok=True)
         path.parent.rmdir()
+
+
+def speak_for(region: int) -> None:
+    """From now on, tell and print as this region. A command that has started one launch for several has named the file and the
+    log of the first of them; those of the others are beside it.
+    """
+    name = f"region-{region}"
+    if ENV_STATUS in os.environ:
+        os.environ[ENV_STATUS] = str(Path(os.environ[ENV_STATUS]).with_name(f"{name}.json"))
+    if ENV_LOG in os.environ:
+        path = Path(os.environ.pop(ENV_LOG))
+        with open(path.parent.with_name(name) / path.name, "ab") as log:
+            for number, stream in enumerate((sys.stdout, sys.stderr), 1):
+                stream.flush()
+                os.dup2(log.fileno(), number)
 
 
 def heard(path: Path) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _EXIT_S = 5.0
 """How long the end of the interpreter waits for them."""
@@ -39,6 +41,46 @@ def at_rest() -> Iterator[None]:
         yield
     finally:
         thread.at_rest = False
+
+
+def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
+    """The results of calls that wait for other regions, in order, made in at most so many threads.
+
+    The threads are daemons, so that a region which does not answer keeps no process from its end. The first error of a call is
+    raised as soon as it occurs; threads may still be waiting, but take no other call.
+    """
+    todo = list(enumerate(calls))
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+    changed = threading.Condition()
+    left = len(todo)
+    todo.reverse()
+
+    def work() -> None:
+        nonlocal left
+        while True:
+            with changed:
+                if not todo or failures:
+                    return
+                index, call = todo.pop()
+            try:
+                results[index] = call()
+            except BaseException as error:  # raised in the calling thread
+                with changed:
+                    failures.append(error)
+                    changed.notify()
+                return
+            with changed:
+                left -= 1
+                changed.notify()
+
+    for _ in range(min(threads, left)):
+        NativeThread(work, "hf_cocodc-connect").start()
+    with changed:
+        changed.wait_for(lambda: failures or not left)
+    if failures:
+        raise failures[0]
+    return [results[index] for index in range(len(results))]
 
 
 @atexit.register

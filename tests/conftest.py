@@ -1,10 +1,12 @@
 """Switches of the test run."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -43,11 +45,28 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_state_of_accelerate() -> Iterator[None]:
-    """Accelerate keeps one state a process, which refuses another precision: each test begins without."""
-    yield
+def no_state_of_others() -> Iterator[None]:
+    """Accelerate keeps one state a process, which refuses another precision, and Trainer sets variables of the environment for
+    good, which processes that are started later would have: each test begins without.
+    """
+    with mock.patch.dict(os.environ):
+        yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+    if "torch" in sys.modules:
+        sys.modules["torch"].use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_workers() -> Iterator[None]:
+    """Data loaders' workers start anew: forked from a process with threads they may wait for a lock for ever, or die."""
+    from tests.processes.forks import PRELOADED
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,12 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Several processes share the tests where all are asked for; `-n` says otherwise.
-
-    Three share the default tests, many of which wait and leave a core idle; two the slow ones, which start more processes.
-    """
+    """Three processes share the tests where all are asked for: many wait, and leave a core idle. `-n` says otherwise."""
     is_all = config.args == config.getini("testpaths") and not config.option.usepdb
     is_worker = hasattr(config, "workerinput")
     if is_all and not is_worker and getattr(config.option, "numprocesses", 0) is None:
-        config.option.numprocesses = 3 if config.option.markexpr == "not slow" else 2
+        config.option.numprocesses = 3
         config.option.dist = "worksteal"

@@ -226,7 +226,7 @@ class FakeLink(FixedMembers):
     def clock(self) -> float:
         return 0.0
 
-    def tick(self, inner_step: int) -> None:
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
         pass
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:

@@ -68,12 +68,12 @@ def overview() -> Canvas:
 
 
 def architecture() -> Canvas:
-    """Regions, the coordinator and the relay."""
+    """Regions, the coordinator, and what passes bytes on between two regions that nobody can call."""
     canvas = Canvas(
         560,
         "A coordinator decides who takes part and carries no training traffic. Region 0 has direct TCP links to regions 1 and 2. "
-        "Regions 1 and 2 are behind a firewall and behind NAT and cannot reach each other: their transfers go through the relay. "
-        "With a secret, all of this is encrypted, and the relay cannot read what it passes on.",
+        "Regions 1 and 2 are behind a firewall and behind NAT and cannot reach each other: their transfers go through an SSH "
+        "host or a bucket. With a secret, all of this is encrypted, and neither can read what it passes on.",
     )
     lefts, top, width, height = {1: 36.0, 0: 300.0, 2: 564.0}, 222, 200, 118
     middle = {region: left + width / 2 for region, left in lefts.items()}
@@ -94,15 +94,15 @@ def architecture() -> Canvas:
         canvas.lock((begin + end) / 2, top + 60, BLUE)
         canvas.text((begin + end) / 2, top + 38, "TCP", bold=True, color=BLUE, anchor="middle")
         canvas.small((begin + end) / 2, top + 88, "direct", anchor="middle")
-    relay = 424
+    between = 424
     for region, end in ((1, 300.0), (2, 500.0)):
         start = middle[region]
-        canvas.arrow((start, top + height), (start, relay + 33), (end, relay + 33), color=ORANGE, width=4)
+        canvas.arrow((start, top + height), (start, between + 33), (end, between + 33), color=ORANGE, width=4)
         canvas.lock(start, top + height + 54, ORANGE)
-    canvas.text(middle[1] + 22, relay - 34, "pair 1-2:", "both call the relay", color=MUTED)
-    canvas.box(300, relay, 200, 66, "#fef6e7", rx=10, stroke=ORANGE, stroke_width=1.5)
-    canvas.text(400, relay + 27, "Relay", size=17, bold=True, anchor="middle")
-    canvas.text(400, relay + 48, "passes bytes on", color=MUTED, anchor="middle")
+    canvas.text(middle[1] + 22, between - 34, "pair 1-2:", "neither calls the other", color=MUTED)
+    canvas.box(300, between, 200, 66, "#fef6e7", rx=10, stroke=ORANGE, stroke_width=1.5)
+    canvas.text(400, between + 27, "SSH host or bucket", size=17, bold=True, anchor="middle")
+    canvas.text(400, between + 48, "passes bytes on", color=MUTED, anchor="middle")
 
     places = {0: "has an open port", 1: "behind a firewall", 2: "behind NAT"}
     for region, left in lefts.items():
@@ -119,8 +119,8 @@ def architecture() -> Canvas:
     canvas.text(
         400,
         522,
-        "An arrow points from the caller to the called one. The relay is a process beside the coordinator.",
-        "Locks: with a secret, regions encrypt what they send (AES-256-GCM), and the relay cannot read it.",
+        "An arrow points from the caller to the called one. With a bucket, no region needs a port.",
+        "Locks: with a secret, regions encrypt what they send (AES-256-GCM), and nobody between them can read it.",
         color=MUTED,
         anchor="middle",
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError, short
+from ..net.addresses import is_url
 from ..settings import RegionConfig
 from ..settings.outer import CODECS
 from .checks import (
@@ -16,13 +17,13 @@ from .checks import (
     add_secret,
     check,
     check_memory,
-    check_writable,
     write_json,
 )
 
 # bytes of memory for each value, measured
 _LINK_BYTES = 16
-_MOVED = ("outer", "codec")
+_OF_STORAGE = ("coordinator", "megabytes", "repeat", "json")
+"""What counts for a storage."""
 
 
 def register(subparsers: Any) -> None:
@@ -33,17 +34,6 @@ def register(subparsers: Any) -> None:
     )
     benches = parser.add_subparsers(required=True, metavar="WHAT")
     _add_link(benches)
-    for what in _MOVED:  # takes whatever it took before
-        moved = benches.add_parser(what, prefix_chars="\0", add_help=False)
-        moved.add_argument("words", nargs="*")
-        moved.set_defaults(run=_refuse_moved, parser=moved, what=what)
-
-
-def _refuse_moved(options: argparse.Namespace) -> int:
-    raise InputError(
-        f"hf-cocodc bench {options.what} is now a program of the repository: python -m tests.benchmarks.{options.what} in a "
-        "checkout of it."
-    )
 
 
 def _add_link(benches: Any) -> None:
@@ -52,7 +42,8 @@ def _add_link(benches: Any) -> None:
         "link",
         help=what,
         description=f"Measure {what}. Without --coordinator, all regions run on this machine, over loopback. With --coordinator "
-        "and --region, this command is one end of a real link: run it at every end, each time with another --region.",
+        "and --region, this command is one end of a real link: run it at every end, each time with another --region. With the "
+        "URL of a storage it measures the storage's requests, without another end: run it in each region by itself.",
     )
     add_json(link, "the results")
     link.set_defaults(run=_report, parser=link)
@@ -99,8 +90,6 @@ def _add_link(benches: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     from ..tools.bench.report import content
 
-    if options.json is not None:
-        check_writable("--json", options.json)
     reports = []
     for report in _link(options):
         print("\n".join(report.lines()), end="\n\n", flush=True)
@@ -122,7 +111,33 @@ def _connections(text: str) -> int | None:
     return int(text)
 
 
+def _storage(options: argparse.Namespace) -> Any:
+    """Measure the requests of a storage."""
+    from ..tools.bench import storage
+
+    for action in options.parser._actions:
+        given = getattr(options, action.dest, action.default) != action.default
+        if given and action.dest not in _OF_STORAGE:
+            raise InputError(
+                f"--coordinator {short(options.coordinator)} is a storage, and is measured from one end: "
+                f"{action.option_strings[-1]} does not count there. Remove it; --megabytes, --repeat and --json count."
+            )
+    check("--megabytes", options.megabytes, 0.001)
+    check("--repeat", options.repeat, 1)
+    check_memory("--megabytes", options.megabytes, 2e6 * options.megabytes)
+    return storage.report(
+        options.coordinator, storage.measure(options.coordinator, options.megabytes, options.repeat)
+    )
+
+
 def _link(options: argparse.Namespace) -> Iterator[Any]:
+    if options.coordinator is not None and RegionConfig(coordinator=options.coordinator).in_storage:
+        yield _storage(options)
+        return
+    if is_url(options.link):
+        raise InputError(
+            f"--link {short(options.link)} is a storage. Name it as a run does: --coordinator {short(options.link)}."
+        )
     check("--regions", options.regions, 2, 100)
     ends = RegionConfig(  # makes the same checks as a run
         region=options.region,

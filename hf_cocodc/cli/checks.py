@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from ..errors import InputError, short
-from ..settings import ENV_SECRET
+from ..settings.environment import ENV_SECRET
 from ..settings.recipe import Recipe
-from ..training.precheck import check_sections
+from ..training.precheck import check_sections, load
 
 RATE = "rate at which a region sends, to all others together, in Mbit/s"
 """What --rate-mbit means, in every command."""
@@ -25,7 +25,7 @@ def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Rec
     """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch. Raises InputError if
     it cannot be read, or cannot work.
     """
-    recipe = Recipe.load(options.recipe, [*options.overrides, *overrides])
+    recipe = load(options.recipe, [*options.overrides, *overrides])
     check_sections(recipe)
     return recipe
 
@@ -61,7 +61,7 @@ def write_json(options: argparse.Namespace, content: Any) -> None:
 
 def add_coordinator(parser: argparse.ArgumentParser, what: str, required: bool = False) -> None:
     """Add the option for a coordinator's address."""
-    parser.add_argument("--coordinator", metavar="HOST:PORT", required=required, help=what)
+    parser.add_argument("--coordinator", metavar="HOST:PORT|URL", required=required, help=what)
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +72,40 @@ def add_secret(parser: argparse.ArgumentParser) -> None:
         help="file with the secret that the coordinator and its runs share (see hf-cocodc secret new); or put the secret itself "
         f"in {ENV_SECRET}",
     )
+
+
+def add_speeds(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --speeds, which becomes `options.speeds`, a tuple; `what` they are."""
+    parser.add_argument(
+        "--speeds",
+        type=_speeds,
+        default=(),
+        metavar="X,Y,...",
+        help=f"{what} of the regions, as multiples of that with which an inner step takes --step-s: 3,1 if region 0 is three "
+        "times as fast as region 1 (default: 1 for each region that is not named)",
+    )
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    """
+    >>> _speeds("3,1")
+    (3.0, 1.0)
+    """
+    try:
+        speeds = tuple(map(float, text.split(",")))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0 < speed < math.inf for speed in speeds):
+        raise argparse.ArgumentTypeError(f"{short(text)} must be positive numbers, as in 3,1")
+    return speeds
+
+
+def check_speeds(speeds: Sequence[float], regions: int) -> None:
+    """Raise InputError if there are more of --speeds than regions."""
+    if len(speeds) > regions:
+        raise InputError(
+            f"--speeds names {len(speeds)} regions, and there are {regions}. Remove a speed, or give --regions {len(speeds)}."
+        )
 
 
 def check(flag: str, value: float, least: float, most: float = math.inf) -> None:

@@ -7,9 +7,6 @@ from typing import Any
 from ..errors import InputError
 
 SHELLS = ("bash", "zsh", "tcsh")
-_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""What shtab calls the completion of files; here, because only this command needs shtab."""
-
 _OF_FILES = ("recipe", "file")
 """Arguments that are files, but may also be a word."""
 
@@ -36,16 +33,16 @@ def run(options: argparse.Namespace) -> int:
     from .main import parser
 
     root = parser()
-    _complete_files(root)
+    _complete_files(root, shtab.FILE)
     print(shtab.complete(root, options.shell))
     return 0
 
 
-def _complete_files(parser: argparse.ArgumentParser) -> None:
-    """Mark every argument that is a file or a folder, in all commands."""
+def _complete_files(parser: argparse.ArgumentParser, files: Any) -> None:
+    """Mark every argument that is a file or a folder, in all commands; `files` is what shtab calls them."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                _complete_files(command)
+                _complete_files(command, files)
         elif action.dest in _OF_FILES or action.type is Path or action.metavar == "FILE":
-            action.complete = _FILES  # type: ignore[attr-defined]
+            action.complete = files  # type: ignore[attr-defined]

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..coordinator.secret import secret_of
 from ..errors import InputError
 from ..net.addresses import is_loopback
-from ..settings import ENV_SECRET, RegionConfig, check_host
+from ..settings import RegionConfig
+from ..settings.environment import ENV_SECRET
+from ..settings.fields import check_host
 from ..settings.regions import HOW_LONG
 from .checks import check
 
@@ -63,18 +65,6 @@ def register(subparsers: Any) -> None:
         f"for the runs that train: once a loss is to be decided, they wait for that, then end ({HOW_LONG}; default: "
         "~/.local/state/hf_cocodc/coordinator-PORT.state; none with --port 0)",
     )
-    parser.add_argument(
-        "--relay",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="carry the traffic of regions that cannot reach each other; all regions must reach this port, too (default: the "
-        "port after --port)",
-    )
-    parser.add_argument(
-        "--relay-rate-mbit", type=float, metavar="RATE", help="highest total rate of the relay, in Mbit/s"
-    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -94,31 +84,9 @@ def run(options: argparse.Namespace) -> int:
     from ..coordinator.server import serve
 
     _allow_many_connections()
-    with _printing() as say, _relay(options, secrets, say) as relay:
-        serve(options.host, options.port, secrets, options.state, say, relay)
+    with _printing() as say:
+        serve(options.host, options.port, secrets, options.state, say)
     return 0
-
-
-@contextlib.contextmanager
-def _relay(options: argparse.Namespace, secrets: "list[Keys]", say: Any) -> Iterator[int | None]:
-    """Inside the block, a relay runs if it is asked for; yields its port."""
-    if options.relay is None:
-        if options.relay_rate_mbit is not None:
-            raise InputError("--relay-rate-mbit needs --relay.")
-        yield None
-        return
-    check("--relay", options.relay, 0, 65_535)
-    port = options.relay or options.port + 1
-    if not options.relay and not options.port or port > 65_535:
-        raise InputError(f"--relay needs a port beside --port {options.port}: --relay PORT.")
-    rate = None
-    if options.relay_rate_mbit is not None:
-        check("--relay-rate-mbit", options.relay_rate_mbit, 0.01)
-        rate = options.relay_rate_mbit * 1e6 / 8
-    from ..net.relay import RelayProcess
-
-    with contextlib.closing(RelayProcess(options.host, port, secrets, rate, say)):
-        yield port
 
 
 def _secrets(files: list[str]) -> "list[Keys]":

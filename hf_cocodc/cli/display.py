@@ -205,7 +205,7 @@ def _rates(told: Sequence[dict[str, Any]]) -> list[str]:
         return []
     words = []
     if all("tokens_per_step" in each for each in moving):
-        tokens = sum(each["steps_made"] * each["tokens_per_step"] / each["trained_s"] for each in moving)
+        tokens = sum(each["batches_made"] * each["tokens_per_step"] / each["trained_s"] for each in moving)
         words.append(f"{tokens:.0f} tokens/s")
     if all(each.get("max_steps") for each in moving):
         left_s = max(

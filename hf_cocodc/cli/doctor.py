@@ -8,8 +8,9 @@ from typing import Any
 
 from .. import __version__
 from ..errors import InputError
-from ..settings.recipe import Recipe, add_recipe
-from .checks import add_coordinator, add_json, add_secret, check, check_writable, write_json
+from ..settings.recipe import add_recipe
+from ..training.precheck import load
+from .checks import add_coordinator, add_json, add_secret, check, write_json
 from .joining import name_of
 from .part import part_of
 
@@ -49,9 +50,7 @@ def register(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.wait is not None:
         check("--wait", options.wait, 0, 86_400)
-    if options.json is not None:
-        check_writable("--json", options.json)
-    recipe = Recipe.load(options.recipe, options.overrides)
+    recipe = load(options.recipe, options.overrides)
     part = part_of(recipe.regions, options, name_of(recipe))
     recipe = dataclasses.replace(recipe, regions=part.regions)
     part.check(may_join=True)

@@ -55,7 +55,7 @@ def show(
         *more,
         ("coordinator", part.regions.coordinator or none_given),
         *(("folder", str(each.folder)) for each in planned),
-        *(("command", _command(each)) for each in planned),
+        *(("command", each) for each in dict.fromkeys(_command(each) for each in planned)),
     ]
     print("\n".join(f"{name:<13}{value}" for name, value in rows))
     print("nothing was started or written; without --dry-run the command starts this")

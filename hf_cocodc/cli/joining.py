@@ -3,11 +3,11 @@
 import os
 import shlex
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError, MeetingError, MeetingRefused, RunOver
-from ..settings import ENV_COORDINATOR
+from ..settings.environment import ENV_COORDINATOR
 from ..settings.recipe import Recipe
 from .part import MachinePart
 from .status import PATIENCE_S, keys_of, running
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..coordinator.caller import CoordinatorConnection
     from ..net.keys import Keys
 
+T = TypeVar("T")
 AGAIN_S = 1.0
 FIRST_S, EACH_S = 3.0, 60.0
 """Seconds after which a command says that it waits for the coordinator, and between two such lines."""
@@ -35,23 +36,27 @@ def refuse_to_join(resume: bool, coordinator: str | None) -> None:
         )
 
 
-class HeldNumber:
-    """A region's number that nobody else claims while this object, with its connection to the coordinator, is open."""
+def claim_number(part: MachinePart, address: str) -> "tuple[CoordinatorConnection, int] | None":
+    """Claim the lowest number that is free in a run: nobody else gets it while the connection that comes with it is open.
 
-    def __init__(self, connection: "CoordinatorConnection", region: int) -> None:
-        self._connection, self.region = connection, region
+    Waits and raises like `of_run`; InputError also if the run has as many regions as it may have.
+    """
 
-    def close(self) -> None:
-        """Give the number back, once the newcomer has ended."""
-        self._connection.close()
+    def claim(address: str, run: str, keys: "Keys | None") -> "tuple[CoordinatorConnection, int] | None":
+        from ..coordinator.messages import Claim, Claimed
+
+        asked = _asked(address, run, keys, Claim(), Claimed)
+        return None if asked is None else (asked[0], asked[1].region)
+
+    return of_run(part, address, claim)
 
 
-def claim_number(part: MachinePart, address: str) -> HeldNumber | None:
-    """Claim the lowest number that is free in a run; wait for the run as long as regions wait for each other. Returns None, and
-    says so, if the run has finished meanwhile.
+def of_run(part: MachinePart, address: str, ask: "Callable[[str, str, Keys | None], T | None]") -> T | None:
+    """What `ask(address, run, keys)` gets of a run that trains; None as long as it does not train. Waits for the run as long as
+    regions wait for each other. Returns None, and says so, if the run has finished meanwhile.
 
     Raises:
-        InputError: the run has as many regions as it may have, or it has no name and is not the only one.
+        InputError: the run has no name and is not the only one.
         MeetingError: the run does not train; no coordinator answers, or one with another secret.
         RunOver: the run has stopped before its end.
     """
@@ -61,17 +66,17 @@ def claim_number(part: MachinePart, address: str) -> HeldNumber | None:
     while True:
         state = run_at(part, address, keys)  # it waits for the coordinator
         finished, name = over(state, join=True), part.name if state is None else state["name"]
-        held = None if finished is not None or name is None else _claim(address, name, keys)
-        if held is not None:
-            return held
+        got = None if finished is not None or name is None else ask(address, name, keys)
+        if got is not None:
+            return got
         if finished is not None:
             print(finished)
             return None
         if time.monotonic() > deadline:
             raise MeetingError(
                 f"no region of {_named(name)} trains at {address}: there is nothing to join. Start the run without --join (with "
-                "--resume if it has trained before), or correct the name of the run (--run). A run without regions.min or "
-                "regions.on_loss=continue cannot be joined."
+                "--resume if it has trained before), or correct the name of the run (--run). A run with "
+                "regions.on_loss=stop cannot be joined."
             )
         if not has_said:
             print(f"waiting for {_named(name)} at {address}", flush=True)
@@ -79,10 +84,27 @@ def claim_number(part: MachinePart, address: str) -> HeldNumber | None:
         time.sleep(min(AGAIN_S, max(deadline - time.monotonic(), 0)))
 
 
-def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
-    """The number; None while the run does not train, or its coordinator is away."""
+def recipe_at(address: str, run: str, keys: "Keys | None") -> tuple[str, dict[str, Any]] | None:
+    """The name of a run, and what it tells of its recipe; None while it does not train, or its coordinator is away. Raises
+    InputError if it has none, or cannot be joined.
+    """
+    from ..coordinator.messages import AskRecipe, RunRecipe
+
+    asked = _asked(address, run, keys, AskRecipe(), RunRecipe)
+    if asked is None:
+        return None
+    asked[0].close()
+    return run, asked[1].recipe
+
+
+def _asked(
+    address: str, run: str, keys: "Keys | None", message: Any, kind: type
+) -> "tuple[CoordinatorConnection, Any] | None":
+    """The connection, still open, and the answer of this `kind` to a command; None while the run does not train, or its
+    coordinator is away. Raises the error of a refusal.
+    """
     from ..coordinator.caller import ConnectionEnded, CoordinatorConnection, NobodyAnswers, error_of
-    from ..coordinator.messages import Claim, Claimed, Refuse
+    from ..coordinator.messages import Refuse
     from ..net.addresses import Unreachable
 
     try:
@@ -90,15 +112,15 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
     except (NobodyAnswers, Unreachable):
         return None
     try:
-        connection.send(Claim())
+        connection.send(message)
         answer = connection.receive(PATIENCE_S)
     except ConnectionEnded:
         answer = None
     except BaseException:
         connection.close()
         raise
-    if isinstance(answer, Claimed):
-        return HeldNumber(connection, answer.region)
+    if isinstance(answer, kind):
+        return connection, answer
     connection.close()
     if isinstance(answer, Refuse) and answer.error != "MeetingError":
         raise error_of(answer)
@@ -111,14 +133,21 @@ def _named(name: str | None) -> str:
 
 def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, Any] | None:
     """The run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Waits for a coordinator that is not
-    there yet as long as regions wait for each other, and says so. A run without a name is the only one there.
+    there yet as long as regions wait for each other, and says so; in a storage, the first region serves as one. A run without
+    a name is the only one there; for a region that is to join, the only one that has not ended.
 
     Raises:
         InputError: a region is to join a run without a name, and there are several.
         MeetingError: no coordinator answers, or one with another secret.
     """
+    from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
+    from ..coordinator.in_storage import is_served
+    from ..net.addresses import is_url
 
+    may_be_first = is_url(address) and not part.join
+    if may_be_first and not is_served(address):
+        return None
     wait_s, began = part.regions.start_timeout_s, time.monotonic()
     says_at = began + FIRST_S
 
@@ -136,17 +165,19 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
     while True:
         left_s = wait_s - (time.monotonic() - began)
         try:
-            found = status(address, keys, part.name, max(left_s, 0.0), look)
+            found = status(address, keys, part.name, PATIENCE_S if may_be_first else max(left_s, 0.0), look)
+            if part.join and len(going := [each for each in found if each["phase"] != "ended"]) == 1:
+                return going[0]
             if len(found) > 1 and part.join:
                 names = ", ".join(each["name"] for each in found)
                 raise InputError(
                     f"the coordinator at {address} has several runs ({names}). Name the one to join: --run NAME."
                 )
             return found[0] if len(found) == 1 else None
-        except MeetingRefused:
-            raise
-        except MeetingError:  # it may have ended while it was asked
-            if left_s < AGAIN_S:
+        except MeetingError as error:  # it may have ended while it was asked
+            if may_be_first and isinstance(error, NobodyAnswers):  # whoever has served is gone
+                return None
+            if isinstance(error, MeetingRefused) or left_s < AGAIN_S:
                 raise
             time.sleep(AGAIN_S)
 

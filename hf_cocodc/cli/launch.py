@@ -1,6 +1,7 @@
 """`hf-cocodc launch`: launch the regions of a script that trains with Trainer, TRL or Accelerate, on this machine."""
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, shown
-from ..settings import RegionConfig, check_split
+from ..settings import RegionConfig
 from ..training.launch import OF_RECIPES, Launch, Program
 from . import dry
 from .part import part_of
@@ -54,9 +55,10 @@ def program_at(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_split(os.environ)
     program = _program(options)
     part = part_of(RegionConfig(), options)
+    if part.split is not None:
+        program = dataclasses.replace(program, split=part.split.wish)
 
     def show(planned: Sequence[Launch], machine: int, joins: bool) -> None:
         dry.show(part, planned, machine, joins, options.resume and not joins)

@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 from ..errors import InputError, LinkError
-from .status import add_place, keys_of, running
+from .status import add_place, keys_of, the_run
 
 PATIENCE_S = 15.0
 
@@ -15,8 +15,8 @@ def register(subparsers: Any) -> None:
         "leave",
         help="let a region leave a run in good order",
         description="Ask a region to leave a run. It sends what it has trained, the others apply that and train on without it, "
-        "and its process ends with exit code 0. It can rejoin later (hf-cocodc train --join). Works only in runs with "
-        "regions.min or regions.on_loss=continue.",
+        "and its process ends with exit code 0. It can rejoin later (hf-cocodc train --join). Not in runs with "
+        "regions.on_loss=stop.",
     )
     parser.add_argument("--region", type=int, required=True, help="number of the region")
     add_place(parser)
@@ -31,10 +31,7 @@ def run(options: argparse.Namespace) -> int:
     if region < 0:
         raise InputError(f"--region {region} does not exist: regions are numbered from 0.")
     keys = keys_of(address, options.secret_file)
-    state, *others = running(address, keys, options.run_name)
-    if others:
-        names = ", ".join(each["name"] for each in (state, *others))
-        raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
+    state = the_run(address, keys, options.run_name)
     name = state["name"]
     with contextlib.closing(CoordinatorConnection(address, name, "command", keys)) as connection:
         connection.send(AskLeave(region=region))

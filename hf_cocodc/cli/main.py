@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO
 
 from .. import __version__
 from ..errors import CocodcError, InputError, short, shown
-from ..settings import quiet_torch
+from ..settings.environment import quiet_torch
 from . import (
     bench,
     completion,
@@ -20,6 +20,7 @@ from . import (
     launch,
     leave,
     plan,
+    pull,
     recipe,
     report,
     secret,
@@ -27,7 +28,7 @@ from . import (
     status,
     train,
 )
-from .checks import STDOUT
+from .checks import STDOUT, check_writable
 from .supervising import Interrupted
 
 COMMANDS = (
@@ -41,6 +42,7 @@ COMMANDS = (
     secret,
     status,
     leave,
+    pull,
     report,
     bench,
     completion,
@@ -49,8 +51,9 @@ COMMANDS = (
 
 EXIT_CODES = """\
 exit codes:
-  0    done; this region has left in good order, and the others train on; or its
-       run has finished before it came in, or back
+  0    done, also where the others have finished without a lost region; this
+       region has left in good order, and the others train on; or its run has
+       finished before it came in, or back
   1    the link, the coordinator or another region failed, did not come or could
        not be reached: it may pass, and a supervisor starts the region again
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
@@ -138,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)
             quiet_torch()
+            if getattr(options, "json", None) is not None:
+                check_writable("--json", options.json)
             options.stdout = sys.stdout
             with _text_beside(options):
                 code = options.run(options)

@@ -3,9 +3,23 @@
 import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..errors import InputError
-from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig, check_alone, from_env
+from ..errors import InputError, shown
+from ..settings import RegionConfig
+from ..settings.environment import (
+    ENV_COORDINATOR,
+    ENV_LAUNCH,
+    ENV_REGION,
+    ENV_REGIONS,
+    ENV_SPLIT,
+    check_alone,
+    from_env,
+)
+
+if TYPE_CHECKING:
+    from ..training.split import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +32,7 @@ class MachinePart:
         is_told: something says how many regions there are.
         join: it enters a run that trains.
         name: of the run; None if only the script knows.
+        split: this machine's part of one launch that is divided into regions; None if each region has a launch of its own.
     """
 
     regions: RegionConfig
@@ -25,6 +40,7 @@ class MachinePart:
     is_told: bool
     join: bool
     name: str | None
+    split: "Split | None" = None
 
     @property
     def count(self) -> int:
@@ -35,6 +51,13 @@ class MachinePart:
     def has_company(self) -> bool:
         """Whether the run has several regions, or may get them."""
         return self.join or max(self.count, self.regions.max or 1) > 1
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The regions that train here."""
+        if self.split is not None:
+            return self.split.regions
+        return range(self.count) if self.region is None else [self.region]
 
     def check(self, may_join: bool, is_script: bool = False) -> None:
         """Raise InputError if the region does not exist, or cannot find the others. If it `may_join`, it may have any number
@@ -61,15 +84,19 @@ def part_of(here: RegionConfig, options: argparse.Namespace, default_name: str |
     """The part that the options, or else the environment, give this machine, beside what a recipe says of its regions (`here`).
     `default_name`: of the run, if nothing else names it. Raises InputError if they contradict each other.
     """
+    split = _split_of(options)
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)
     given = getattr(options, "regions", None)
     wanted = here.count if given is None else given
     count = from_env(wanted, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
+    join = bool(getattr(options, "join", False)) or here.joins(os.environ)
+    if split is not None:
+        _refuse_beside(split, count, region, coordinator, join)
+        count = split.count
     if count is None:
         check_alone(region, coordinator)
-    join = bool(getattr(options, "join", False)) or here.joins(os.environ)
     regions = dataclasses.replace(
         here,
         count=1 if count is None else count,
@@ -78,4 +105,35 @@ def part_of(here: RegionConfig, options: argparse.Namespace, default_name: str |
         secret_file=options.secret_file or here.secret_file,
     )
     name = regions.name_of_run(os.environ) or default_name
-    return MachinePart(regions, region, count is not None, join, name)
+    return MachinePart(regions, region, count is not None, join, name, split)
+
+
+def _split_of(options: argparse.Namespace) -> "Split | None":
+    """What --split, or else the environment, makes of one launch."""
+    wish, said = getattr(options, "split", None), "--split"
+    if wish is None and hasattr(options, "split") and ENV_LAUNCH not in os.environ:
+        wish, said = os.environ.get(ENV_SPLIT), ENV_SPLIT
+    if wish is None:
+        return None
+    from ..training.split import split_of
+
+    return split_of(wish, f"{said}={shown(wish)}", options.launcher)
+
+
+def _refuse_beside(
+    split: "Split", count: int | None, region: int | None, coordinator: str | None, join: bool
+) -> None:
+    """Raise InputError if anything beside a split numbers the regions, or names their coordinator."""
+    said = f"{split.said} divides one launch into {split.count} region(s)"
+    if count is not None and count != split.count:
+        raise InputError(
+            f"{said}, but regions.count={count}. Make the numbers equal, or remove regions.count (--regions)."
+        )
+    others = {"--region": region is not None, "--coordinator": coordinator is not None, "--join": join}
+    others[ENV_REGIONS] = ENV_REGIONS in os.environ
+    also = next((name for name, is_given in others.items() if is_given), None)
+    if also is not None:
+        raise InputError(
+            f"{said}, which begin and end together, and starts their coordinator. {also} (or a variable or a key of the recipe "
+            "that says the same) is for regions that each have a command of their own. Remove one of the two."
+        )

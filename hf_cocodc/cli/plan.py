@@ -2,24 +2,42 @@
 
 import argparse
 import logging
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from tqdm import tqdm
 
 from ..errors import InputError, nearest, short
 from ..net.pacing import congestion_of
-from ..settings.recipe import add_recipe
+from ..settings.recipe import Recipe, add_recipe
 from ..settings.regions import OF_GROUPS
 from ..tools.plan import sizes
 from ..tools.plan.money import Prices, list_price
-from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
-
-T = TypeVar("T")
+from .checks import RATE, add_json, add_speeds, check, check_speeds, check_writable, recipe_of, write_json
 
 TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 CONGESTIONS = ("cubic", "reno", "bbr")
-_BOUNDS = {"rtt_ms": (0, 60_000), "network_rtt_ms": (0, 60_000), "rate_mbit": (0.01, 1_000_000)}
+_BOUNDS = {
+    **dict.fromkeys(("rtt_ms", "network_rtt_ms", "write_ms", "read_ms", "delete_ms"), (0, 60_000)),
+    **dict.fromkeys(("rate_mbit", "up_mbit", "down_mbit"), (0.01, 1_000_000)),
+    "is_near": (0, 1),
+}
+"""Of what a file of bench link says."""
+_OF_NETWORKS = ("--rtt-ms", "--rate-mbit", "--down-mbit", "--loss", "--congestion")
+_RANGES = {
+    "--rtt-ms": _BOUNDS["rtt_ms"],
+    "--rate-mbit": _BOUNDS["rate_mbit"],
+    "--down-mbit": _BOUNDS["rate_mbit"],
+    "--step-s": (1e-6, 1e6),
+    "--regions": (2, 1000),
+    "--steps": (1, 10**12),
+    "--usd-per-gb": (0, 1e6),
+    "--usd-per-gpu-hour": (0, 1e6),
+    "--gpus": (1, 10**6),
+    "--loss": (0, 0.5),
+    "--target": (0.01, 0.999),
+}
 
 
 def register(subparsers: Any) -> None:
@@ -46,16 +64,18 @@ def register(subparsers: Any) -> None:
         help="rate at which a region receives, in Mbit/s, if that is lower than the rate at which the others send",
     )
     parser.add_argument(
-        "--link", type=Path, metavar="FILE", help="round trip and rate from hf-cocodc bench link --json FILE"
+        "--link",
+        type=Path,
+        metavar="FILE",
+        help="the file of hf-cocodc bench link --json: round trip and rate of a network, or requests and rates of a storage",
     )
-    parser.add_argument(
-        "--loss", type=float, default=0.0, help="probability that a packet is lost (default: 0)"
-    )
+    parser.add_argument("--loss", type=float, help="probability that a packet is lost (default: 0)")
     parser.add_argument(
         "--congestion",
         help=f"TCP congestion control of the regions: {', '.join(CONGESTIONS)} (default: what regions would use on this machine)",
     )
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an inner step of a region")
+    add_speeds(parser, "speeds")
     parser.add_argument(
         "--measure", action="store_true", help="measure the inner step: train 30 steps here, as one region"
     )
@@ -93,11 +113,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for flag, path in (("--json", options.json), ("--write", options.write)):
-        if path is not None:
-            check_writable(flag, path)
-    if options.write is not None and options.write.exists():
-        raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
+    if options.write is not None:
+        check_writable("--write", options.write)
+        if options.write.exists():
+            raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
     steps = [] if options.steps is None else [f"training.max_steps={options.steps}"]
     recipe = (
@@ -106,24 +125,19 @@ def run(options: argparse.Namespace) -> int:
         else sizes.recipe_of(sizes.params_in(options.params), [*options.overrides, *steps])
     )
     regions = options.regions or max(recipe.regions.count or 2, 2)
+    check_speeds(options.speeds, regions)
     prices = _prices(options, regions)
     from ..tools.bench.report import content
     from ..tools.plan import choice, speeds, table, written
     from ..tools.plan.forecast import Subject, codecs_of
-    from ..tools.plan.transfers import LinkFigures
+    from ..tools.plan.unequal import paces_of
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried
     figures = {} if options.link is None else written.link_of(options.link)
     for name, value in figures.items():
         check(f"--link {short(options.link)}: {name}", value, *_BOUNDS[name])
-    rate_mbit = figures["rate_mbit"] if options.rate_mbit is None else options.rate_mbit
-    link = LinkFigures(
-        rtt_s=(figures["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
-        rate=min(rate_mbit, options.down_mbit or rate_mbit) * 1e6,  # a transfer brings as much as it sends
-        loss=options.loss,
-        congestion=options.congestion or _congestion(recipe.regions.link),
-    )
+    link = _link(options, figures, recipe)
     model = on_meta(recipe)
     step_s = options.step_s
     if step_s is None:
@@ -135,14 +149,19 @@ def run(options: argparse.Namespace) -> int:
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
-    network_rtt_ms = figures["network_rtt_ms"] if options.rtt_ms is None else options.rtt_ms
-    subject = Subject(recipe, model, link, step_s, regions, machine, network_rtt_ms / 1e3)
-    tried = [(config, choice.choose(subject, config, options.target)) for config in _counted(configs)]
+    paces = paces_of(recipe, regions, options.speeds, step_s, options.gpus or 1)
+    network_rtt_ms = figures.get("network_rtt_ms", 0.0) if options.rtt_ms is None else options.rtt_ms
+    subject = Subject(recipe, model, link, paces.step_s, regions, machine, network_rtt_ms / 1e3)
+    form = "planning: {n_fmt} of {total_fmt} methods and codecs"
+    counted = tqdm(configs, bar_format=form, leave=False, disable=None)  # on a terminal only
+    tried = [(config, choice.choose(subject, config, options.target)) for config in counted]
     forecasts = [each for _, each in tried if each is not None]
     failing = [f"{config.method} {codecs_of([config])[0]}" for config, each in tried if each is None]
     report = table.report(subject, forecasts, failing, options.target, prices)
+    report.setting.update({"speeds": options.speeds, "deal": paces.dealt} if options.speeds else {})
     chosen = choice.best(forecasts, recipe.outer)
     words = table.in_words(subject, chosen, str(recipe.outer.method), options.target, prices)
+    words += table.wrapped(paces.in_words())
     shown = report if options.all else table.short(report, forecasts, recipe.outer)
     print("\n".join([*shown.lines(), "", *words]))
     write_json(options, content([report]))
@@ -159,28 +178,43 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _link(options: argparse.Namespace, figures: Mapping[str, float], recipe: Recipe) -> Any:
+    """The link by the options, and by the figures of --link: a network, or a storage. Raises InputError if they conflict."""
+    from ..tools.plan.storages import StorageFigures
+    from ..tools.plan.transfers import LinkFigures
+
+    is_storage, where = "write_ms" in figures, recipe.regions.coordinator
+    if where is not None and recipe.regions.in_storage != is_storage:
+        kind = "storage" if is_storage else "network"
+        given = f"--link {short(options.link)} is of a {kind}" if figures else "--rtt-ms is of a network"
+        raise InputError(
+            f"regions.coordinator={short(where)}, but {given}. Measure the link of the run, and give --link FILE: hf-cocodc "
+            f"bench link --coordinator {short(where)} --json FILE{'' if recipe.regions.in_storage else ' --region R'}."
+        )
+    if is_storage:
+        for flag in _OF_NETWORKS:
+            if getattr(options, flag.removeprefix("--").replace("-", "_")) is not None:
+                raise InputError(
+                    f"--link {short(options.link)} is of a storage, where {flag} does not count. Remove one of the two."
+                )
+        write_s, read_s, delete_s = (figures[f"{what}_ms"] / 1e3 for what in ("write", "read", "delete"))
+        up, down = figures["up_mbit"] * 1e6, figures["down_mbit"] * 1e6
+        return StorageFigures(write_s, read_s, delete_s, up, down, is_near=bool(figures["is_near"]))
+    rate_mbit = figures["rate_mbit"] if options.rate_mbit is None else options.rate_mbit
+    return LinkFigures(
+        rtt_s=(figures["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
+        rate=min(rate_mbit, options.down_mbit or rate_mbit) * 1e6,  # a transfer brings as much as it sends
+        loss=options.loss or 0.0,
+        congestion=options.congestion or _congestion(recipe.regions.link),
+    )
+
+
 def _prices(options: argparse.Namespace, regions: int) -> Prices:
     """Raises InputError if `--prices` does not fit."""
     per_gb, source = options.usd_per_gb, ""
     if options.prices is not None:
         per_gb, source = list_price(options.prices.split(","), regions)
     return Prices(per_gb, options.usd_per_gpu_hour, regions * (options.gpus or 1), source)
-
-
-def _counted(configs: Sequence[T]) -> Iterator[T]:
-    """The same, one after the other, while a terminal shows how far it is."""
-    shows = sys.stderr.isatty()
-    for number, config in enumerate(configs, start=1):
-        if shows:
-            print(
-                f"\rplanning: {number} of {len(configs)} methods and codecs",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        yield config
-    if shows:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _congestion(link: str) -> str:
@@ -209,33 +243,15 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(
             "arguments after -- are for the short run of --measure. Add --measure, or remove them."
         )
-    if options.rtt_ms is not None:
-        check("--rtt-ms", options.rtt_ms, *_BOUNDS["rtt_ms"])
-    if options.rate_mbit is not None:
-        check("--rate-mbit", options.rate_mbit, *_BOUNDS["rate_mbit"])
-    if options.down_mbit is not None:
-        check("--down-mbit", options.down_mbit, *_BOUNDS["rate_mbit"])
-    if options.step_s is not None:
-        check("--step-s", options.step_s, 1e-6, 1e6)
-    if options.regions is not None:
-        check("--regions", options.regions, 2, 1000)
-    if options.steps is not None:
-        check("--steps", options.steps, 1, 10**12)
-    for flag, value in (
-        ("--usd-per-gb", options.usd_per_gb),
-        ("--usd-per-gpu-hour", options.usd_per_gpu_hour),
-    ):
+    for flag, (least, most) in _RANGES.items():
+        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
-            check(flag, value, 0, 1e6)
-    if options.gpus is not None:
-        check("--gpus", options.gpus, 1, 10**6)
-        if options.usd_per_gpu_hour is None:
-            raise InputError("--gpus counts for the price alone: give --usd-per-gpu-hour, too.")
+            check(flag, value, least, most)
+    if options.gpus is not None and options.usd_per_gpu_hour is None:
+        raise InputError("--gpus counts for the price alone: give --usd-per-gpu-hour, too.")
     if options.prices is not None and options.usd_per_gb is not None:
         raise InputError("--prices and --usd-per-gb both say what traffic costs: give one of them.")
     if options.congestion not in (None, *CONGESTIONS):
         raise InputError(
             f"--congestion {short(options.congestion)} is not modeled.{nearest(options.congestion, CONGESTIONS)}"
         )
-    check("--loss", options.loss, 0, 0.5)
-    check("--target", options.target, 0.01, 0.999)

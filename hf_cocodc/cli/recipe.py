@@ -20,8 +20,8 @@ def register(subparsers: Any) -> None:
     new = commands.add_parser(
         "new",
         help="write a recipe with a comment on each line",
-        description="Write a recipe for a model and a data set, with a comment on each line. It trains as it stands on a "
-        "machine like this one: bf16 is true if this machine has a GPU for it.",
+        description="Write a recipe for a model and a data set, with a comment on each line. Batch, block size, learning rate "
+        "and steps are first guesses: read it before you train. bf16 is true if this machine has a GPU for it.",
     )
     new.add_argument("file", help="file to write; - for the terminal")
     new.add_argument(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, short
+from ..errors import InputError
 from .checks import check_writable
 
 _MOST_NAMED = 5
@@ -48,13 +48,11 @@ def run(options: argparse.Namespace) -> int:
             f"--seconds {window[0]:g} {window[1]:g}: FROM must be at least 0, and less than TO. Both are finite."
         )
     check_writable("-o", options.output)
-    from ..tools.report.journals import unreadable
     from ..tools.report.page import page
     from ..tools.report.runs import load
 
     runs = load(options.folders)
-    damaged = [sentence for each in runs for sentence in unreadable(each.journals)]
-    damaged += [f"{short(path)} has no line that can be read" for each in runs for path in each.empty]
+    damaged = [sentence for each in runs for sentence in each.unreadable]
     for sentence in damaged[:_MOST_NAMED]:
         print(f"warning: {sentence}", file=sys.stderr)
     if damaged[_MOST_NAMED:]:

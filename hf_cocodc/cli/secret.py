@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from ..errors import InputError, expanded, shown
-from ..settings import ENV_SECRET
+from ..settings.environment import ENV_SECRET
 
 
 def register(subparsers: Any) -> None:

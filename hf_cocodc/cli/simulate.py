@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
-from ..errors import InputError
+from ..errors import InputError, short
 from ..settings.recipe import add_recipe
-from .checks import RATE, add_json, check, check_writable, recipe_of, write_json
+from .checks import RATE, add_json, add_speeds, check, check_speeds, recipe_of, write_json
 from .ending import report
 
 
@@ -30,13 +30,20 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--step-s", type=float, metavar="S", help="simulated seconds of an inner step")
     parser.add_argument("--rtt-ms", type=float, metavar="MS", help="simulated round trip of the link in ms")
     parser.add_argument("--rate-mbit", type=float, metavar="MBIT", help=f"simulated {RATE}")
+    add_speeds(parser, "simulated speeds")
+    parser.add_argument(
+        "--away",
+        type=_away,
+        default=(),
+        metavar="R:A-B,...",
+        help="simulated losses: 1:40-80 if region 1 is lost after inner step 40, and its process is there again at step 80; it "
+        "takes part from the next landing on. The recipe needs regions.min",
+    )
     add_json(parser, "the summary")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.json is not None:
-        check_writable("--json", options.json)
     overrides = ["training.disable_tqdm=true"]
     if options.regions is not None:
         overrides.append(f"regions.count={options.regions}")
@@ -47,8 +54,13 @@ def run(options: argparse.Namespace) -> int:
         check("--step-s", options.step_s, 1e-9)
         check("--rtt-ms", options.rtt_ms, 0)
         check("--rate-mbit", options.rate_mbit, 1e-3)
+    elif options.speeds or options.away:
+        given = "--speeds" if options.speeds else "--away"
+        raise InputError(f"{given} needs simulated time: give --step-s, --rtt-ms and --rate-mbit, too.")
     recipe = recipe_of(options, overrides)
-    from ..training.preflight import preflight  # torch takes seconds to import
+    check_speeds(options.speeds, recipe.regions.count or 1)
+    from ..link.lockstep import Absence  # torch takes seconds to import
+    from ..training.preflight import preflight
     from ..training.region import end
     from ..training.simulation import VirtualLink, simulate, simulated_dir
 
@@ -59,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
             step_time_s=options.step_s,
             latency_s=options.rtt_ms / 2 / 1e3,
             bandwidth=options.rate_mbit * 1e6 / 8,
+            speeds=options.speeds,
+            away=tuple(Absence(*each) for each in options.away),
         )
     try:
         with _labeled_output(recipe.regions.count or 1):
@@ -70,6 +84,17 @@ def run(options: argparse.Namespace) -> int:
     figures = report([output / f"region-{region}" for region in range(len(trainers))], output)
     write_json(options, figures)
     return 0
+
+
+def _away(text: str) -> tuple[tuple[int, int, int], ...]:
+    """
+    >>> _away("1:40-80,2:100-120")
+    ((1, 40, 80), (2, 100, 120))
+    """
+    found = [re.fullmatch(r"(\d{1,4}):(\d{1,12})-(\d{1,12})", each) for each in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{short(text)} must be REGION:STEP-STEP, as in 1:40-80")
+    return tuple((int(each[1]), int(each[2]), int(each[3])) for each in found if each)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ..coordinator.secret import secret_of
 from ..errors import InputError, MeetingError
 from ..settings import RegionConfig
-from .checks import add_coordinator, add_json, add_secret, check_writable, write_json
+from .checks import add_coordinator, add_json, add_secret, write_json
 
 if TYPE_CHECKING:
     from ..net.keys import Keys
@@ -43,8 +43,6 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.json is not None:
-        check_writable("--json", options.json)
     keys = keys_of(options.coordinator, options.secret_file)
     runs = running(options.coordinator, keys, options.run_name)
     for each in runs:
@@ -88,6 +86,15 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
     if died:
         words += f" Without a heartbeat from any region: {', '.join(died)}."
     raise InputError(words)
+
+
+def the_run(address: str, keys: "Keys | None", name: str | None) -> dict[str, Any]:
+    """The one run of `running`. Raises InputError if there are several."""
+    state, *others = running(address, keys, name)
+    if others:
+        names = ", ".join(each["name"] for each in (state, *others))
+        raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
+    return state
 
 
 def _how(ended: dict[str, Any]) -> str:

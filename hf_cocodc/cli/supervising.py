@@ -12,14 +12,17 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError, RunStopped
+from ..net.addresses import is_url, named
 from ..net.pacing import congestion_of
-from ..settings import (
+from ..settings import RegionConfig
+from ..settings.environment import (
+    AUTO_LOSS,
     ENV_COORDINATOR,
     ENV_JOIN,
+    ENV_ON_LOSS,
     ENV_RESUME,
     ENV_RUN,
     ENV_SECRET_FILE,
-    RegionConfig,
     warn_alone,
 )
 from ..status import phase_in_words
@@ -54,6 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that starts regions."""
     parser.add_argument("--regions", type=int, help="number of regions with which the run begins")
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
+    parser.add_argument(
+        "--split",
+        metavar="HOW",
+        help="divide one accelerate launch, with this command on each of its machines: `machines` makes each machine a region, a "
+        "number so many regions of equal size (default: HF_COCODC_SPLIT)",
+    )
     add_coordinator(parser, "address of the coordinator of all regions (see hf-cocodc coordinator)")
     parser.add_argument(
         "--run",
@@ -71,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--join",
         action="store_true",
         help="join or rejoin a run that is training, as --region or else as the lowest free number; needs --coordinator, and "
-        "regions.min or regions.on_loss=continue in every region",
+        "no region with regions.on_loss=stop",
     )
     add_secret(parser)
     parser.add_argument(
@@ -109,16 +118,16 @@ class Order:
 def carry_out(order: Order) -> int:
     """Start the regions that an order names, show their progress, and report; returns the exit code of the command."""
     part, program = order.part, order.program
-    address, region, join = part.regions.coordinator, part.region, part.join
+    address, region, join, split = part.regions.coordinator, part.region, part.join, part.split
     if join:
         refuse_to_join(order.resume, address)
-    if program.launcher and region is None and part.count > 1 and not join:
+    if program.launcher and region is None and part.count > 1 and not join and split is None:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {part.count}, which would use the same "
             "ports and GPUs. Start each region with its own command, and add --region and --coordinator to it."
         )
     part.check(join, order.is_script)
-    regions: Sequence[int] = range(part.count) if region is None else [region]
+    regions = part.here
     keys = secret_of(part.regions) if part.has_company else None
     if part.has_company:
         congestion_of(part.regions.congestion)
@@ -140,7 +149,7 @@ def carry_out(order: Order) -> int:
     if order.dry_run is None and program.may_be_forked:
         print(phase_in_words(1), flush=True)
         load_ahead()
-    machine = launch.machine_of(program.launcher)
+    machine = launch.machine_of(program.launcher) if split is None else split.machine
     for words in (
         launch.configured(program.launcher),
         launch.sharing_here(program, 1 if join else len(regions)),
@@ -148,17 +157,20 @@ def carry_out(order: Order) -> int:
         if words is not None:
             print(words, flush=True)
     with contextlib.ExitStack() as at_end:
-        if address is None and part.has_company and order.dry_run is None:
+        if address is not None and is_url(address) and order.dry_run is None:
+            from ..coordinator.standby import Standby
+
+            at_end.callback(Standby(address, keys).close)
+        is_host = split is None or split.has_rank_0
+        if address is None and part.has_company and order.dry_run is None and is_host:
             from ..coordinator.server import serve_in_thread
 
-            served = serve_in_thread(secrets=[] if keys is None else [keys])
+            host = "127.0.0.1" if split is None or split.host is None else ""
+            served = serve_in_thread(host, secrets=[] if keys is None else [keys])
             at_end.callback(served.close)
             address = served.address
-            if part.regions.elastic or order.is_script:
-                print(
-                    f"coordinator of this run: {address} (hf-cocodc status --coordinator {address})",
-                    flush=True,
-                )
+            shown = address if split is None or split.host is None else named(split.host, served.port)
+            print(f"coordinator of this run: {shown} (hf-cocodc status --coordinator {shown})", flush=True)
         if join and region is None:
             assert address is not None
             if order.dry_run is not None:
@@ -167,8 +179,9 @@ def carry_out(order: Order) -> int:
                 claim = claim_number(part, address)
                 if claim is None:
                     return 0
-                at_end.callback(claim.close)
-                regions = [claim.region]
+                connection, number = claim
+                at_end.callback(connection.close)
+                regions = [number]
         if join and order.dry_run is None:
             print(f"joining run {(state or {}).get('name', part.name)!r} as region {regions[0]}", flush=True)
         env = {
@@ -177,6 +190,8 @@ def carry_out(order: Order) -> int:
             ENV_SECRET_FILE: part.regions.secret_file,
             ENV_JOIN: "1" if join else None,
             ENV_RESUME: "1" if resume else None,
+            # regions of one launch end together
+            ENV_ON_LOSS: os.environ.get(ENV_ON_LOSS, AUTO_LOSS if split is None else None),
         }
         given = {name: value for name, value in env.items() if value is not None}
         planned = launch.launches(program, regions, part.count, given)
@@ -307,10 +322,6 @@ def in_words(rules: RegionConfig, regions: Sequence[int], join: bool, is_in: boo
         they = "the regions of this command send what they have trained, and end"
         does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they
         return f"leaving: {does}; other regions train on. If there are none, the run stops with a checkpoint."
-    if rules.elastic:
-        return (
-            "stopping: all regions hear of it with the next transfer, and save a checkpoint where it lands."
-        )
     return "stopping: all regions agree on an inner step, train to it, and save a checkpoint there."
 
 

@@ -3,16 +3,15 @@
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..settings import check_split
 from ..settings.recipe import add_recipe
 from ..training.building import output_dir
 from ..training.launch import OF_RECIPES, Launch, Program
 from . import dry
 from .checks import recipe_of
+from .handed import take
 from .joining import name_of
 from .part import part_of
 from .supervising import Order, add_options, carry_out
@@ -21,20 +20,22 @@ from .supervising import Order, add_options, carry_out
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
-        usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
+        usage="%(prog)s [RECIPE] [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions. With --region and --coordinator, it runs "
-        "only one. With GPUs, or with arguments after --, which go to it, a region has an accelerate launch of its own; without "
-        "GPUs, or with training.use_cpu, it is one process. Where there are fewer GPUs than regions, the regions share them.",
+        "only one. With --join and --coordinator it needs no RECIPE: it takes that of the run. With GPUs, or with "
+        "arguments after --, which go to it, a region has an accelerate launch of its own; without GPUs, or with "
+        "training.use_cpu, it is one process. Where there are fewer GPUs than regions, the regions share them.",
     )
-    add_recipe(parser)
+    add_recipe(parser, is_needed=False)
     add_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    check_split(os.environ)
-    recipe = recipe_of(options)
+    recipe = take(options) if options.recipe is None else recipe_of(options)
+    if recipe is None:
+        return 0
     part = part_of(recipe.regions, options, name_of(recipe))
     sets = list(options.overrides)
     for key in ("count", "coordinator", "run", "secret_file"):
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         options.launcher,
         output_dir(recipe),
         use_cpu=bool(recipe.training.get("use_cpu")),
+        split=None if part.split is None else part.split.wish,
     )
 
     def show(planned: Sequence[Launch], machine: int, joins: bool) -> None:

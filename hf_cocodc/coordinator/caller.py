@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, MeetingRefused, error_named, short
-from ..net.addresses import Unreachable, is_loopback, resolve
+from ..net.addresses import Unreachable, is_loopback, is_url, parts_of, resolve
 from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
 from .entrance import HERE, LONGEST_LINE, key_id, other_version, versions
+from .in_storage import call_in_storage
 from .messages import Refuse, from_line
 
 _T = TypeVar("_T")
@@ -110,6 +111,8 @@ async def connect(address: str, run: str, purpose: str, keys: Keys | None, timeo
 
 async def _connect(address: str, keys: Keys | None, until: float) -> OpenCall:
     """Connect once, and prove both ends, until that time. Raises _TryAgain if that may succeed later."""
+    if is_url(address):
+        return await _connect_in_storage(address, keys, until)
     addresses = resolve(address, socket.SOCK_STREAM)
     why = "it has no address"
     for number, (family, kind, _, _, where) in enumerate(addresses, start=1):
@@ -133,12 +136,28 @@ async def _connect(address: str, keys: Keys | None, until: float) -> OpenCall:
             connection.close()
             raise
         else:
-            try:
-                return await asyncio.wait_for(_prove(address, connection, keys), _left_s(until))
-            except asyncio.TimeoutError as error:
-                raise _TryAgain("what listens there does not answer as a coordinator does") from error
+            return await _proven(address, connection, keys, until)
         connection.close()
     raise _TryAgain(why)
+
+
+async def _connect_in_storage(url: str, keys: Keys | None, until: float) -> OpenCall:
+    """The same where regions meet in a storage."""
+    calling = asyncio.get_running_loop().run_in_executor(None, call_in_storage, url, _left_s(until))
+    try:
+        connection = await calling
+    except OSError as error:
+        raise _TryAgain(str(error)) from error
+    connection.setblocking(False)
+    keep_from_forks(connection)
+    return await _proven(url, connection, keys, until)
+
+
+async def _proven(address: str, connection: socket.socket, keys: Keys | None, until: float) -> OpenCall:
+    try:
+        return await asyncio.wait_for(_prove(address, connection, keys), _left_s(until))
+    except asyncio.TimeoutError as error:
+        raise _TryAgain("what listens there does not answer as a coordinator does") from error
 
 
 async def _prove(address: str, connection: socket.socket, keys: Keys | None) -> OpenCall:
@@ -196,7 +215,12 @@ def _check(address: str, answer: dict[str, Any] | None) -> None:
 
 
 def _nobody(address: str, why: str) -> NobodyAnswers:
-    host, port = address.rpartition(":")[0].strip("[]"), address.rpartition(":")[2]
+    if is_url(address):
+        return NobodyAnswers(
+            f"no coordinator answers in {address} ({why}). A region that trains there serves as one; another takes over within "
+            "half a minute if it ends. Start a region with this URL, or correct it."
+        )
+    host, port = parts_of(address)
     secret = "" if is_loopback(host) else " --secret-file FILE"
     return NobodyAnswers(
         f"no coordinator answers at {address} ({why}). Start one there with `hf-cocodc coordinator --host {host} --port "
@@ -314,6 +338,37 @@ class CoordinatorConnection:
             return self._thread.wait_for(asyncio.wait_for(self.call.hear(), timeout_s))
         except asyncio.TimeoutError:
             return None
+
+    def send_bytes(self, data: bytes, timeout_s: float, look: Callable[[], None] = lambda: None) -> None:
+        """Send bytes, at the pace at which they are taken. Raises ConnectionEnded, also if none is taken for `timeout_s`."""
+
+        async def send() -> None:
+            self.call.writer.write(data)
+            await asyncio.wait_for(self.call.writer.drain(), timeout_s)
+
+        try:
+            self._thread.wait_for(send(), look)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise ConnectionEnded(f"the coordinator at {self.address} takes nothing more") from error
+
+    def wait_for_end(self, timeout_s: float, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until the other end has closed the connection, for at most `timeout_s`."""
+
+        async def hear() -> None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.call.reader.read(1), timeout_s)
+
+        self._thread.wait_for(hear(), look)
+
+    def receive_bytes(self, most: int, timeout_s: float, look: Callable[[], None] = lambda: None) -> bytes:
+        """The next bytes. Raises ConnectionEnded: there are no more, or none comes for `timeout_s`."""
+        try:
+            data = self._thread.wait_for(asyncio.wait_for(self.call.reader.read(most), timeout_s), look)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise ConnectionEnded(f"the coordinator at {self.address} passes on nothing more") from error
+        if not data:
+            raise ConnectionEnded(f"the coordinator at {self.address} has closed the connection")
+        return data
 
     def close(self) -> None:
         """Close the connection once the coordinator has taken all, or after a second."""

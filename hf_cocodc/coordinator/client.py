@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
-from ..net.addresses import Unreachable
+from ..net.addresses import Unreachable, is_url, parts_of
 from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.large import SIZES, SWALLOWED
@@ -43,6 +43,7 @@ from .messages import (
     Welcome,
     from_line,
 )
+from .standby import Standby
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Client:
         self._address, self._run, self._keys = address, run, keys
         self._period_s = period_s
         self._call: OpenCall | None = None
+        self._standby: Standby | None = None
         self._is_over = False
         self._thread: LoopThread | None = None
         self._working: asyncio.Task[None] | None = None
@@ -110,8 +112,8 @@ class Client:
 
     @property
     def host(self) -> str:
-        """The coordinator's host."""
-        return self._address.rpartition(":")[0].strip("[]")
+        """The coordinator's host; the URL if it is in a storage."""
+        return parts_of(self._address)[0]
 
     def meet(
         self,
@@ -134,6 +136,8 @@ class Client:
         """
         self._thread = LoopThread()
         try:
+            if is_url(self._address):
+                self._standby = Standby(self._address, self._keys)
             self._call = self._thread.wait_for(self._meet(hello, wait_s, waiting), look)
         except BaseException:
             self.close()
@@ -259,6 +263,9 @@ class Client:
             concurrent.futures.wait((parting,), 2 * FLUSH_S)  # it may wait for a name server
             thread.end()
         self.is_connected, self._call = False, None
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.close()
 
     # -- in the thread
 

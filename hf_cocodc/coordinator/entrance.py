@@ -13,7 +13,7 @@ from .. import __version__
 from ..errors import short
 from ..net.channel import keep_from_forks, line_of, object_of
 from ..net.keys import Keys, identity
-from ..settings import ENV_SECRET
+from ..settings.environment import ENV_SECRET
 from .messages import PROTOCOL
 
 logger = logging.getLogger(__name__)

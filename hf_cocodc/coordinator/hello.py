@@ -17,6 +17,8 @@ DIGEST, FROZEN = "frozen parameters and buffers (digest)", "frozen parameters an
 """Fields of a hello: what is not synchronized and must be equal, and its tensors one by one (`packed`), for the message."""
 ORDER = "data.order"
 """A fact of a hello: what `region_shard` has divided, in digests."""
+RECIPE = "recipe"
+"""Field of a hello: what a region hands over to those that join without a recipe (`settings/handed.py`)."""
 _WAYS_OUT = {
     ORDER: "Regions divide different samples, or another order of them, so some would be trained twice and some never. Shuffle "
     "or split with the same seed in every region before region_shard, or shuffle its result."
@@ -24,7 +26,7 @@ _WAYS_OUT = {
 _WAY_OUT = (
     "Start every region with the same recipe or options, the same weights and the same package versions."
 )
-_ONLY_SHOWN = ("host", "versions", "first samples", FROZEN)
+_ONLY_SHOWN = ("host", "versions", "first samples", FROZEN, RECIPE)
 _MOST_NAMES = 1 << 24
 """Bytes of unpacked lines that are read."""
 _SEVERAL = ("model", "facts")

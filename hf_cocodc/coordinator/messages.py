@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 
 from ..errors import LinkError, short, shown
 from ..net.members import Member, Whereabouts
-from ..net.validation import MOST
 from ..settings.regions import MOST_REGIONS
+from ..validation import MOST
 
-PROTOCOL = 25
+PROTOCOL = 28
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 _T = TypeVar("_T")
 Whole = Annotated[int, Meta(ge=-1, le=MOST)]
@@ -46,7 +46,9 @@ Lanes = Annotated[tuple[Whereabouts, ...], Meta(min_length=1, max_length=4096)]
 
 def host_of(lanes: Sequence[Whereabouts]) -> str:
     """The first address of a region's leader, for people; empty if it is unknown."""
-    return lanes[0].addresses[0][0] if lanes else ""
+    if not lanes:
+        return ""
+    return lanes[0].addresses[0][0] if lanes[0].addresses else "the storage"
 
 
 class Place(NamedTuple):
@@ -221,7 +223,7 @@ class Paired(ControlMessage, frozen=True, kw_only=True):
 
 
 class Ways(ControlMessage, frozen=True, kw_only=True):
-    """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `net.pairs.Pair`)."""
+    """By which way this process is connected to each region: "direct", "reversed" or "storage" (see `net.pairs.Pair`)."""
 
     regions: Several[Whole]
     ways: Several[Text]
@@ -297,7 +299,6 @@ class Welcome(ControlMessage, frozen=True, kw_only=True):
         differences: what regions have otherwise than the others, and may, in sentences.
         losses: decisions on losses so far.
         step: the furthest inner step known.
-        relay: port of the relay on the coordinator's machine; None if there is none.
     """
 
     run: Text
@@ -310,7 +311,6 @@ class Welcome(ControlMessage, frozen=True, kw_only=True):
     differences: Several[Text] = ()
     losses: Whole = 0
     step: Whole = 0
-    relay: Whole | None = None
 
 
 class Resumed(ControlMessage, frozen=True, kw_only=True):
@@ -435,6 +435,60 @@ class Claimed(ControlMessage, frozen=True, kw_only=True):
     region: Whole
 
 
+class Pull(ControlMessage, frozen=True):
+    """The newest global model (`hf-cocodc pull`). Answered with `Waiting` now and then; with `Refuse`; or with what a region says
+    on a connection on which it has said `Give`: `Given` and the bytes, or `Refuse`.
+    """
+
+
+class Give(ControlMessage, frozen=True, kw_only=True):
+    """Of a region, on a connection of its own: what follows is for the caller of this name (`Wanted`)."""
+
+    pull: Text
+
+
+class Wanted(ControlMessage, frozen=True, kw_only=True):
+    """To a member: the callers that wait for its model. The newest message of this kind names all of them."""
+
+    pulls: Several[Text]
+
+
+class Given(ControlMessage, frozen=True, kw_only=True):
+    """What is given. The bytes of the files follow, in this order, and then `Sums`.
+
+    Attributes:
+        region: whose global model it is; of the inner step `step`, after so many `landings` in so many `fragments`.
+        regions: those that take part.
+        place: where the regions' last model will lie, for people; empty if unknown.
+        files: sizes in bytes, by their names.
+    """
+
+    run: Text
+    region: Whole
+    step: Whole
+    landings: Whole
+    fragments: Whole
+    regions: Several[Whole]
+    place: Text = ""
+    files: dict[str, Whole]
+
+
+class Sums(ControlMessage, frozen=True, kw_only=True):
+    """SHA-256 of the files that were given, by their names."""
+
+    sha256: dict[str, Text]
+
+
+class AskRecipe(ControlMessage, frozen=True, kw_only=True):
+    """The recipe of a run that trains; answered with `RunRecipe` or `Refuse`."""
+
+
+class RunRecipe(ControlMessage, frozen=True, kw_only=True):
+    """What the region that opened the run has told of its recipe (`settings/handed.py`)."""
+
+    recipe: dict[str, Any]
+
+
 class Done(ControlMessage, frozen=True, kw_only=True):
     """What was asked is done."""
 
@@ -442,7 +496,8 @@ class Done(ControlMessage, frozen=True, kw_only=True):
 FromRegion = (
     Hello | Back | Beat | Report | Paired | Ways | Ready | Leave | Heard | Stop | Promise | Note | Post | Bye
 )
-FromCommand = AskLeave | Claim
+FromCommand = AskLeave | Claim | AskRecipe
+OfPulls = Pull | Give | Given | Sums
 ToRegion = (
     Waiting
     | Welcome
@@ -463,9 +518,11 @@ ToRegion = (
     | Over
     | Alive
     | Claimed
+    | RunRecipe
     | Done
+    | Wanted
 )
-AnyMessage = FromRegion | FromCommand | ToRegion
+AnyMessage = FromRegion | FromCommand | OfPulls | ToRegion
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(AnyMessage)
 
 

@@ -20,12 +20,14 @@ from msgspec import structs
 
 from ..errors import short
 from ..net.members import Member
-from .hello import first_difference, side_by_side
+from ..settings.regions import MOST_REGIONS
+from .hello import RECIPE, first_difference, side_by_side
 from .messages import (
     NO_GENERATION,
     Announce,
     Ask,
     AskLeave,
+    AskRecipe,
     AskStop,
     Back,
     Beat,
@@ -59,6 +61,7 @@ from .messages import (
     Refuse,
     Report,
     Resumed,
+    RunRecipe,
     Stop,
     StopAt,
     Suspect,
@@ -82,6 +85,8 @@ HERE_S = 5.0
 """Seconds between two introductions of processes that are not connected to each other."""
 PROMISE_S = 10.0
 """How long a question for promises waits for all of them."""
+STOP_S = 60.0
+"""For so long after a question nobody is let into a run whose regions are to stop: they may not all have done so yet."""
 KEPT_DECISIONS = 16
 _MOST_DIFFERENCES, _LONGEST_SENTENCE = 100, 1000
 _KEPT_RUNS = 16
@@ -172,12 +177,13 @@ class Newcomer:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question for promises: at which inner step all can stop."""
+    """A question for promises: at which inner step all can stop. `answer`: where they do; 0 if not all have promised yet."""
 
     number: int
     since: float
     whys: Mapping[str, str]
     steps: Mapping[Member, int] = field(default_factory=dict)
+    answer: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,13 +364,16 @@ class _Work:
 
     def came(self, who: int, message: FromRegion | FromCommand) -> None:
         match message:
+            case Hello(region=region) if not 0 <= region < MOST_REGIONS:
+                why = f"region {region} does not exist: regions are numbered 0 .. {MOST_REGIONS - 1}."
+                self.refuse(who, "InputError", why)
             case Hello():
                 # a process may call again before the end of its first connection is known
                 others = {w: hello for w, hello in self.state.hellos.items() if hello.token != message.token}
                 self.change(hellos={**others, who: message})
             case Back():
                 self.back(who, message)
-            case Claim() | AskLeave():
+            case Claim() | AskLeave() | AskRecipe():
                 self.command(who, message)
             case Beat() if who in self.state.seats:
                 self.beat(self.state.seats[who], who, message)
@@ -502,6 +511,24 @@ class _Work:
                 else:
                     self.change(claims={**state.claims, who: free[0]})
                     self.send(who, Claimed(region=free[0]))
+            case AskRecipe():
+                told = state.compared.get(RECIPE)
+                if not state.trains:
+                    self.send(who, Refuse(error="MeetingError", why=f"run {state.name!r} does not train."))
+                elif not state.terms.is_open:
+                    why = (
+                        f"run {state.name!r} ends when a region is lost: nobody can join it. To change that, stop its regions "
+                        "(Ctrl-C), and start all with --resume and --set regions.on_loss=auto."
+                    )
+                    self.send(who, Refuse(error="InputError", why=why))
+                elif not isinstance(told, Mapping):
+                    why = (
+                        f"run {state.name!r} was started by a script, which has no recipe. Start the same script here: "
+                        "hf-cocodc launch --join --coordinator HOST:PORT SCRIPT."
+                    )
+                    self.send(who, Refuse(error="InputError", why=why))
+                else:
+                    self.send(who, RunRecipe(recipe=dict(told)))
 
     def cannot_leave(self, region: int) -> str:
         state = self.state
@@ -730,7 +757,7 @@ class _Work:
         )
         self.keep(each for each in state.lanes if each not in decision.lost)
         self.tell(decided)
-        if self.state.question is not None:
+        if self.state.question is not None and not self.state.question.answer:
             self.answer(0)
         for who, seat in state.seats.items():
             if seat.member in decision.lost:
@@ -755,7 +782,7 @@ class _Work:
                 self.announce("leave", member)
             self.change(leavers=frozenset())
         state = self.state
-        if state.asked_at is not None or state.question is not None:
+        if state.asked_at is not None or self.is_stopping():
             return
         for member, newcomer in sorted(state.newcomers.items()):
             others = [each for each in self.state.expected if each != member]
@@ -852,7 +879,7 @@ class _Work:
         state = self.state
         if not state.trains:
             return
-        if state.question is not None:
+        if state.question is not None and not state.question.answer:
             whys = {**state.question.whys, str(member.region): why}
             self.change(question=replace(state.question, whys=whys))
             return
@@ -862,14 +889,20 @@ class _Work:
             question=Question(number=number, since=self.now, whys={str(member.region): why}),
         )
         for who, seat in state.seats.items():
-            if seat.member in state.members:
+            if seat.member in state.expected:
                 self.send(who, AskStop(number=number))
+
+    def is_stopping(self) -> bool:
+        """Whether all regions are asked to stop, or do so."""
+        question = self.state.question
+        return question is not None and (not question.answer or self.now - question.since < STOP_S)
 
     def answer_if_known(self) -> None:
         state = self.state
-        if state.question is None:
+        if state.question is None or state.question.answer:
             return
-        if set(state.members) <= state.question.steps.keys():
+        # a newcomer that is announced may be a member by the time at which the others stop
+        if set(state.expected) <= state.question.steps.keys():
             self.answer(max(state.question.steps.values()))
         elif self.now - state.question.since > PROMISE_S:
             self.answer(0)
@@ -877,9 +910,9 @@ class _Work:
     def answer(self, at: int) -> None:
         question = self.state.question
         assert question is not None
-        self.change(question=None)
+        self.change(question=replace(question, answer=at) if at else None)
         for who, seat in self.state.seats.items():
-            if seat.member in self.state.members:
+            if seat.member in self.state.expected:
                 self.send(who, StopAt(number=question.number, step=at, whys=dict(question.whys)))
 
     # -- the beginning, and coming back
@@ -952,8 +985,8 @@ class _Work:
                 self.refuse(
                     who,
                     "InputError",
-                    f"run {state.name!r} trains, and by its settings it ends when a region is lost: nobody can join it. Give it "
-                    "regions.min or regions.on_loss=continue in every region.",
+                    f"run {state.name!r} trains, and by its settings it ends when a region is lost: nobody can join it. Start it "
+                    "with regions.on_loss=auto in every region.",
                 )
             else:
                 self.wait(who, f"no run {state.name!r} trains here")
@@ -1046,7 +1079,8 @@ class _Work:
         why = f"run {state.name!r} has been begun anew."
         for who in state.seats:  # where the last run has ended, its regions may still be about to
             self.send(who, Refuse(error="RunOver", why=why) if state.trains else Waiting(why=why))
-        name = _digest(*(hello.token for hello in hellos.values()))
+        # the same processes may have begun a run before, and have never heard of it
+        name = _digest(state.run, *(hello.token for hello in hellos.values()))
         self.state = replace(
             Run(name=state.name, claims=state.claims),
             run=f"run-{name[:12]}",

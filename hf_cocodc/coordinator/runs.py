@@ -43,7 +43,7 @@ from .rules import (
     restarted,
     step,
 )
-from .state import StateFile
+from .state import State
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ class Runs:
         fail: Callable[[OSError], None],
         close: Callable[[int], None],
         later: Callable[[Callable[[], None], Callable[[BaseException | None], None]], None],
-        file: StateFile | None,
+        file: State | None,
     ) -> None:
         self._send, self._say, self._fail, self._close = send, say, fail, close
         self._later, self._file = later, file
@@ -441,7 +441,7 @@ class Runs:
         if after.seats is not before.seats:
             self._note_gone(hosted, before)
 
-    def _write(self, hosted: Hosted, file: StateFile, state: Run) -> None:
+    def _write(self, hosted: Hosted, file: State, state: Run) -> None:
         """Write a state. What the run is to say from now on is said once that is on the disk; other runs go on meanwhile."""
 
         def written(error: BaseException | None) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ..errors import InputError, expanded, shown
 from ..net.keys import SECRET_BYTES, Keys
-from ..settings import ENV_SECRET, ENV_SECRET_FILE, RegionConfig
+from ..settings import RegionConfig
+from ..settings.environment import ENV_SECRET, ENV_SECRET_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ..net.addresses import listen_at, named
 from ..net.channel import keep_from_forks
 from ..net.keys import Keys
 from .service import Coordinator
-from .state import StateFile, default_path
+from .state import State, StateFile, default_path
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +31,14 @@ class Served:
         self,
         listener: socket.socket,
         secrets: Sequence[Keys],
-        state: StateFile | None,
-        relay: int | None,
+        state: State | None,
         say: Callable[[str], None],
         fail: Callable[[InputError], None],
     ) -> None:
         self.address, self.port = address_of(listener)
         self._listener, self._state, self._fail = listener, state, fail
         self._loop = asyncio.new_event_loop()
-        self._coordinator = Coordinator(
-            self._loop, listener, secrets, state, say, self._not_written, relay=relay
-        )
+        self._coordinator = Coordinator(self._loop, listener, secrets, state, say, self._not_written)
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinating", daemon=True)
         self._thread.start()
 
@@ -61,6 +58,11 @@ class Served:
                 "the regions train on, and wait for it with every change."
             )
         )
+
+    @property
+    def num_callers(self) -> int:
+        """Connections that are open."""
+        return self._coordinator.num_callers
 
     def stop(self) -> None:
         """Let it end soon."""
@@ -84,7 +86,6 @@ def serve_in_thread(
     port: int = 0,
     secrets: Sequence[Keys] = (),
     state: Path | None = None,
-    relay: int | None = None,
 ) -> Served:
     """Start a coordinator in a thread, until its `close` or the end of this process. Port 0 takes a free port.
 
@@ -98,7 +99,6 @@ def serve_in_thread(
             listener,
             secrets,
             file,
-            relay,
             lambda line: logger.info("%s", line),
             lambda error: logger.error("the coordinator ends: %s", error),
         )
@@ -113,12 +113,10 @@ def serve(
     secrets: Sequence[Keys],
     state: Path | None,
     say: Callable[[str], None],
-    relay: int | None = None,
 ) -> None:
     """Run a coordinator until SIGINT or SIGTERM; for the main thread. Raises like `serve_in_thread`.
 
-    `say` takes the lines of its log. `relay` is the port of a relay beside it. `state`: its file, by default that of the port;
-    none at port 0.
+    `say` takes the lines of its log. `state`: its file, by default that of the port; none at port 0.
     """
     listener = listen(host, port)
     failures: list[InputError] = []
@@ -126,14 +124,13 @@ def serve(
         if state is None and port:  # nobody would find the next coordinator at another port
             state = default_path(port)
         file = None if state is None else StateFile(state)
-        served = Served(listener, secrets, file, relay, say, failures.append)
+        served = Served(listener, secrets, file, say, failures.append)
     except BaseException:
         listener.close()
         raise
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: served.stop())
-    beside = "" if relay is None else f", relay on port {relay}"
-    say(f"coordinator listening on {named(host, served.port)}{beside}; press Ctrl-C to end it")
+    say(f"coordinator listening on {named(host, served.port)}; press Ctrl-C to end it")
     for line in [] if file is None else file.news:
         say(line)
     served.wait()

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
 from ..errors import LinkError, short
 from ..net.channel import keep_alive, line_of, object_of, put
 from ..net.keys import Keys
@@ -19,18 +17,19 @@ from .caller import end_tasks
 from .entrance import Entrance, key_id
 from .messages import (
     Alive,
-    AskLeave,
     Back,
-    Claim,
+    FromCommand,
+    Give,
     Hello,
+    Pull,
     Refuse,
     ToRegion,
     Ways,
-    Welcome,
     from_line,
 )
+from .pulls import Pulls
 from .runs import Hosted, Runs
-from .state import StateFile
+from .state import State
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +63,12 @@ class _Allowance:
 
 @dataclass(eq=False)
 class _Connection:
-    """A caller that has proven itself. `greets`: its next message is its first."""
+    """A caller that has proven itself. `greets`: its next message is its first. `gives`: for which caller all else is that it
+    sends.
+    """
 
     who: int
-    transport: asyncio.WriteTransport
+    writer: asyncio.StreamWriter
     key: str
     allowance: _Allowance
     task: "asyncio.Task[None]"
@@ -75,13 +76,18 @@ class _Connection:
     name: str = ""
     hosted: Hosted | None = None
     greets: bool = True
+    gives: str = ""
     num_bad: int = 0
+
+    @property
+    def transport(self) -> asyncio.WriteTransport:
+        return self.writer.transport
 
 
 class Coordinator:
     """Serves callers in the loop's thread, until `close`. Without `secrets`, callers must have none.
 
-    `fail` is called with the error if the state file cannot be written. `relay`: port of the relay on this machine, if any.
+    `fail` is called with the error if the state file cannot be written.
     """
 
     def __init__(
@@ -89,17 +95,17 @@ class Coordinator:
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         secrets: Sequence[Keys],
-        state: StateFile | None,
+        state: State | None,
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
-        relay: int | None = None,
     ) -> None:
-        self._loop, self._say, self._relay = loop, say, relay
+        self._loop, self._say = loop, say
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
         self._writer = ThreadPoolExecutor(1, "hf_cocodc-writing")
         self._runs = Runs(self._send, say, fail, self._end, self._later, state)
+        self._pulls = Pulls(self._send)
         self._line_of: tuple[Any, bytes] = (None, b"")
         by_id = {key_id(keys): keys for keys in secrets}
         self._entrance = Entrance(loop, listener, by_id, self._adopt, say)
@@ -112,6 +118,10 @@ class Coordinator:
         """See `Runs`: one thread writes the file, for a slow disk must not hold other runs."""
         writing = self._loop.run_in_executor(self._writer, work)
         writing.add_done_callback(lambda written: done(written.exception()))
+
+    @property
+    def num_callers(self) -> int:
+        return len(self._connections)
 
     async def close(self) -> None:
         self._writer.shutdown()
@@ -130,11 +140,12 @@ class Coordinator:
     def _tick(self) -> None:
         now = self._loop.time()
         self._runs.tick()
+        self._pulls.look_after(now)
         self._entrance.look_after()
         if now >= self._alive_at:
             self._alive_at = now + _ALIVE_S
             for connection in list(self._connections.values()):
-                if connection.purpose == "region":
+                if connection.purpose == "region" or self._pulls.waits(connection.who):
                     self._write(connection, self._alive)
         if now >= self._expire_at:
             self._expire_at = now + _EXPIRE_S
@@ -150,7 +161,7 @@ class Coordinator:
         task = asyncio.current_task()
         assert task is not None
         who = next(self._numbers)
-        connection = _Connection(who, writer.transport, key, self._allowance(key, ""), task)
+        connection = _Connection(who, writer, key, self._allowance(key, ""), task)
         self._connections[who] = connection
         is_cut = True
         try:
@@ -164,6 +175,7 @@ class Coordinator:
         finally:
             writer.transport.abort()
             del self._connections[who]
+            self._pulls.ended(who)
         if connection.hosted is not None and not self._is_closed:
             self._runs.ended(connection.hosted, who, is_cut)
 
@@ -177,6 +189,9 @@ class Coordinator:
                 self._hear(connection, line)
             except Exception:
                 logger.exception("run %r: a message cannot be heeded", short(connection.name))
+            if connection.gives:
+                await self._pulls.pass_on(connection.gives, reader)
+                return
             if number % _PORTION == 0:
                 await asyncio.sleep(0)
 
@@ -193,8 +208,6 @@ class Coordinator:
         connection = self._connections.get(to)
         if connection is None:
             return
-        if isinstance(message, Welcome):
-            message = structs.replace(message, relay=self._relay)
         if self._line_of[0] is not message:  # many get the same
             self._line_of = message, line_of(message, 1 << 30)
         self._write(connection, self._line_of[1])
@@ -244,17 +257,22 @@ class Coordinator:
             self._note_bad(connection, str(error))
             return
         is_first = isinstance(message, Hello | Back)
-        is_command = isinstance(message, Claim | AskLeave)
+        is_command = isinstance(message, FromCommand | Pull | Give)
         if is_command != (connection.purpose == "command") or (
             is_first != connection.greets and not is_command
         ):
             self._note_bad(connection, f"{type(message).__name__} at the wrong time")
             return
         connection.greets = False
-        if isinstance(message, Ways):
-            hosted.note_ways(connection.who, message)
-            return
-        self._runs.came(hosted, connection.who, message)
+        match message:
+            case Ways():
+                hosted.note_ways(connection.who, message)
+            case Pull():
+                self._pulls.come(connection.who, hosted, connection.writer, self._loop.time())
+            case Give(pull=name):
+                connection.gives = name
+            case _:
+                self._runs.came(hosted, connection.who, message)
 
     def _note_bad(self, connection: _Connection, what: str) -> None:
         """A message is none of ours. A connection that sends many is closed."""

@@ -1,21 +1,28 @@
-"""The file in which a coordinator keeps what it has decided: JSON lines, each the newest durable state of one run."""
+"""What a coordinator keeps of its decisions: JSON lines, each the newest durable state of one run, in a file or in a storage."""
 
 import contextlib
 import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import Struct
 
 from ..errors import InputError, LinkError, expanded, short
 from ..net.channel import line_of, object_of
+from ..net.keys import Keys
 from ..net.members import Member
+from ..net.storage import Storage, StorageError
 from ..settings.regions import HOW_LONG, MOST_REGIONS
 from .messages import (
     PROTOCOL,
@@ -42,6 +49,14 @@ _WAY_OUT = (
     "Move the file away, and start the coordinator: its regions train on; once a loss is to be decided, they "
     f"wait for that, then end ({HOW_LONG}). Start all of them again with --resume"
 )
+
+_FOLDER = "state"
+"""Where states are in a storage."""
+_KEPT_STATES, _KEPT_S = 50, 3600.0
+"""In a storage: a state is deleted if there are so many newer ones, and one of them for so long. No list is that late."""
+_READS, _AGAIN_S = 4, 0.5
+"""A storage may be late to show what was written: it is read so often, so many seconds apart."""
+_NONCE_BYTES = 12
 
 _HEAD = {"hf_cocodc state": 2, "protocol": PROTOCOL}
 
@@ -80,53 +95,52 @@ class SavedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(SavedRun)
 
 
-class StateFile:
-    """The file of a coordinator, made if it does not exist. It is rewritten now and then, with one line for each run.
+class State(ABC):
+    """What a coordinator keeps. `named`: where, for people.
 
     Attributes:
         runs: what was read: (id of the secret, state). Those that have not ended have a higher generation than before.
         news: what there is to say about it, in words.
-
-    Raises:
-        InputError: the file cannot be used: another coordinator does, it is damaged, or the system refuses.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, named: str) -> None:
+        self._named = named
         self._newest: dict[tuple[str, str], Run] = {}
-        self._full_bytes = _LEAST_FULL
         self._compared: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.news: list[str] = []
-        try:
-            with _locked(path) as old:
-                name = secrets.token_hex(6)
-                self._newest = {which: revived(state, name) for which, state in self._read(old).items()}
-                self._file = self._rewrite()
-        except OSError as error:
-            raise InputError(
-                f"--state {short(path, 200)} cannot be used: {error.strerror or error}."
-            ) from error
-        self.runs = [(key, state) for (key, _), state in self._newest.items()]
-        if self.runs:
-            names = ", ".join(repr(state.name) for _, state in self.runs if state.ended is None)
-            self.news.append(f"remembered {len(self.runs)} runs from {path}; not ended: {names or 'none'}")
+        self.runs: list[tuple[str, Run]] = []
 
     def write(self, key: str, state: Run) -> None:
         """Write a state. Once this returns, it survives; if it raises OSError, it may not."""
         self._newest.pop((key, state.name), None)
         self._newest[key, state.name] = state
-        self._file.write(self._line(key, state))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._file.tell() > self._full_bytes:
-            old, self._full_bytes = self._file, 2 * self._full_bytes
-            with contextlib.suppress(OSError):  # the state is on the disk in any case
-                self._file = self._rewrite()
-                old.close()
+        self._keep(key, state)
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # a line that could not be written is tried again
-            self._file.close()
+    @abstractmethod
+    def _keep(self, key: str, state: Run) -> None:
+        """Let a state survive, which is the newest of its run. Raises OSError."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def _go_on_from(self, lines: Iterable[bytes]) -> None:
+        """Read what an earlier coordinator has kept. Raises InputError if it is damaged."""
+        name = secrets.token_hex(6)
+        self._newest = {which: revived(state, name) for which, state in self._read(lines).items()}
+        self.runs = [(key, state) for (key, _), state in self._newest.items()]
+        if self.runs:
+            names = ", ".join(repr(state.name) for _, state in self.runs if state.ended is None)
+            self.news.append(
+                f"remembered {len(self.runs)} runs from {self._named}; not ended: {names or 'none'}"
+            )
+
+    def _all_lines(self) -> Iterator[bytes]:
+        """All that is to be kept, to begin with."""
+        self._newest = dict(list(self._newest.items())[-_MOST_RUNS:])
+        self._compared.clear()
+        yield line_of(_HEAD)
+        for (key, _), state in self._newest.items():
+            yield self._line(key, state)
 
     def _line(self, key: str, state: Run) -> bytes:
         compared = state.compared
@@ -140,12 +154,12 @@ class StateFile:
         text = line_of(SavedRun(key=key, **fields), 1 << 40)
         return _digest(text) + b" " + text
 
-    def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
+    def _read(self, lines: Iterable[bytes]) -> dict[tuple[str, str], Run]:
         """The newest state of each run."""
         states: dict[tuple[str, str], Run] = {}
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):  # it was never finished, so nobody has heard of what it says
-                self.news.append(f"ignored the unfinished line {number} of {self._path}")
+                self.news.append(f"ignored the unfinished line {number} of {self._named}")
                 break
             try:
                 if number == 1:
@@ -166,30 +180,60 @@ class StateFile:
     def _check_head(self, content: dict[str, Any] | None) -> None:
         if content is None or content.keys() != _HEAD.keys():
             raise InputError(
-                f"--state {short(self._path, 200)} is not a file of a coordinator. Name another file; a new one is made."
+                f"{short(self._named, 200)} is not a state of a coordinator. Name another place; a new one is made."
             )
         if content != _HEAD:
             raise InputError(
-                f"--state {short(self._path, 200)} is of another version of this package (protocol "
-                f"{short(content['protocol'])}, here {PROTOCOL}). Name another file, or install that version."
+                f"{short(self._named, 200)} is of another version of this package (protocol "
+                f"{short(content['protocol'])}, here {PROTOCOL}). Name another place, or install that version."
             )
 
     def _damaged(self, number: int, why: object) -> InputError:
         return InputError(
-            f"line {number} of --state {short(self._path, 200)} is damaged ({short(why, 200)}). {_WAY_OUT}."
+            f"line {number} of {short(self._named, 200)} is damaged ({short(why, 200)}). {_WAY_OUT}."
         )
+
+
+class StateFile(State):
+    """The file of a coordinator, made if it does not exist. It is rewritten now and then, with one line for each run.
+
+    Raises:
+        InputError: the file cannot be used: another coordinator does, it is damaged, or the system refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"--state {path}")
+        self._path, self._full_bytes = path, _LEAST_FULL
+        try:
+            with _locked(path) as old:
+                self._go_on_from(old)
+                self._file = self._rewrite()
+        except OSError as error:
+            raise InputError(
+                f"--state {short(path, 200)} cannot be used: {error.strerror or error}."
+            ) from error
+
+    def _keep(self, key: str, state: Run) -> None:
+        self._file.write(self._line(key, state))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._file.tell() > self._full_bytes:
+            old, self._full_bytes = self._file, 2 * self._full_bytes
+            with contextlib.suppress(OSError):  # the state is on the disk in any case
+                self._file = self._rewrite()
+                old.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a line that could not be written is tried again
+            self._file.close()
 
     def _rewrite(self) -> BinaryIO:
         """Put a file with one line for each run in place of the old one, at once, and keep it locked."""
-        self._newest = dict(list(self._newest.items())[-_MOST_RUNS:])
-        self._compared.clear()
         new = self._path.with_name(f"{self._path.name}.new")
         file = new.open("wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(line_of(_HEAD))
-            for (key, _), state in self._newest.items():
-                file.write(self._line(key, state))
+            file.writelines(self._all_lines())
             file.flush()
             self._full_bytes = max(_LEAST_FULL, 2 * file.tell())
             os.fsync(file.fileno())
@@ -203,6 +247,113 @@ class StateFile:
             file.close()
             raise
         return file
+
+
+class StateTaken(OSError):
+    """Another coordinator goes on with the state."""
+
+
+def has_state(storage: Storage) -> bool:
+    """Whether a coordinator has served in a storage. Raises StorageError."""
+    return bool(storage.names(_FOLDER))
+
+
+class StateInStorage(State):
+    """The state in a storage: objects that are numbered, each with all that is kept. Whoever writes the next one goes on.
+
+    A coordinator that stood still while another one took over cannot write the number that follows the last one that it knows,
+    or, if that was deleted, finds higher ones: so it never decides again. With `keys` of a secret, objects are sealed.
+
+    Raises:
+        StateTaken: another coordinator is faster.
+        InputError: the newest object is damaged, of another version, or of another secret.
+        StorageError: the storage refuses.
+    """
+
+    def __init__(self, storage: Storage, keys: Keys | None) -> None:
+        super().__init__(f"the coordinator's state in {storage.url}")
+        self._storage = storage
+        self._cipher = None if keys is None else AESGCM(keys.of("state in a storage").raw)
+        listed = self._numbers
+        number = max(listed, default=0)
+        newest = storage.get(_name(number)) if number else b""
+        while (following := storage.get(_name(number + 1))) is not None:  # a list may be late
+            number, newest = number + 1, following
+        if newest is None:  # an empty state in its place would forget the run
+            raise StorageError(
+                f"{self._named}: number {number} is listed, and cannot be read yet. It is tried again."
+            )
+        self._newest_object, self._writes, now = (number, newest), newest, time.monotonic()
+        self._old = deque((each, now) for each in sorted({*listed, number} - {0}))
+        if newest:
+            self._go_on_from(self._opened(newest).splitlines(keepends=True))
+        self._advance()
+
+    def _keep(self, key: str, state: Run) -> None:
+        self._advance()
+
+    def _advance(self) -> None:
+        sealed = self._sealed(b"".join(self._all_lines()))
+        number, self._writes = self._newest_object[0] + 1, sealed
+        is_ours = self._storage.create(_name(number), sealed)
+        if not is_ours or max(self._numbers, default=0) > number:
+            raise StateTaken("another coordinator has taken over")
+        self._newest_object = number, sealed
+        self._old.append((number, time.monotonic()))
+        with contextlib.suppress(StorageError):
+            self._prune()
+
+    def _prune(self) -> None:
+        """Delete what is old; at most two objects, for somebody waits."""
+        for _ in range(2):
+            if len(self._old) <= _KEPT_STATES or time.monotonic() - self._old[1][1] < _KEPT_S:
+                return
+            self._storage.remove(_name(self._old[0][0]))
+            self._old.popleft()
+
+    @property
+    def _numbers(self) -> list[int]:
+        return [int(name) for name in self._storage.names(_FOLDER) if name.isdecimal()]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another coordinator has gone on; another thread may be writing. Raises StorageError."""
+        newest = self._newest_object
+        following = self._storage.get(_name(newest[0] + 1))
+        is_taken = following not in (None, self._writes) or not self._is_there(*newest)
+        return is_taken and self._newest_object is newest
+
+    def _is_there(self, number: int, content: bytes) -> bool:
+        """Whether an object still is what this coordinator knows; there is none of number 0."""
+        for left in reversed(range(_READS)):
+            found = self._storage.get(_name(number)) if number else content
+            if found is not None or not left:
+                break
+            time.sleep(_AGAIN_S)
+        return found == content
+
+    def close(self) -> None:
+        """All is written."""
+
+    def _sealed(self, content: bytes) -> bytes:
+        nonce = secrets.token_bytes(_NONCE_BYTES)  # it also tells two writers of one content apart
+        return nonce + (content if self._cipher is None else self._cipher.encrypt(nonce, content, None))
+
+    def _opened(self, sealed: bytes) -> bytes:
+        nonce, content = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        if self._cipher is None:
+            return content
+        try:
+            return self._cipher.decrypt(nonce, content, None)
+        except InvalidTag:
+            raise InputError(
+                f"{self._named} is sealed with another secret, or was altered. Give all regions the same secret; for a new run, "
+                "name an empty folder of the storage."
+            ) from None
+
+
+def _name(number: int) -> str:
+    return f"{_FOLDER}/{number:012d}"
 
 
 def _digest(text: bytes) -> bytes:

@@ -3,21 +3,25 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 
 from ..link.base import Arrival, Link
 from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID
 from ..parts.schedules import AgreedStats
 from ..parts.tensors.memory import HOST, has_streams
-from .saved import sound_counts, sound_numbers
+from ..validation import Count, Number, Size
 
 logger = logging.getLogger(__name__)
 
+LOW = 0.05
+"""Below this mean cosine over `ROUNDS` rounds, regions hardly help each other."""
+ROUNDS = 16
 _STEPS_TIMED = 255
 """Number of inner steps before an event whose times count."""
 _SAVED = ("lr", "lr_sum", "step_time_s", "sync_time_s", "change")
@@ -80,13 +84,14 @@ class Measurements:
         """Mean learning rate of the last `steps` inner steps; `lr_sum` is the sum before them."""
         return (self.lr_sum - lr_sum) / max(steps, 1)
 
-    def note_event(self) -> None:
-        """Call before a transfer is sent or landed."""
+    def note_event(self) -> bool:
+        """Call before a transfer is sent or landed; returns whether inner steps were timed since the last call."""
         # not the mean: one evaluation among the steps must not count
         durations = self._clock.take() if self._clock is not None else list(self._durations)
         self._durations.clear()
         if durations:
             self.step_time_s = median(durations)
+        return bool(durations)
 
     def leave_events(self, now: float) -> None:
         """Call after events: from now on, time counts as training again."""
@@ -119,9 +124,9 @@ class Measurements:
         """Continue from what `state_dict` returned. Raises KeyError, TypeError or ValueError if `state` is damaged."""
         change = state["change"]
         stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
-        sound_numbers(state["lr"], state["lr_sum"], signed=True)
-        sound_numbers(*change, state["step_time_s"], state["sync_time_s"])
-        sound_numbers(*stats.change, stats.step_time_s, stats.sync_time_s, stats.compression)
+        msgspec.convert([state["lr"], state["lr_sum"]], list[Number])
+        times = [state["step_time_s"], state["sync_time_s"], stats.step_time_s, stats.sync_time_s]
+        msgspec.convert([*change, *stats.change, *times, stats.compression], list[Size])
         if len(change) != len(self._lengths) or len(stats.change) not in (0, len(change)):
             raise ValueError(f"it has changes of {len(change)} fragments, and there are {len(self._lengths)}")
         for name in _SAVED:
@@ -143,18 +148,10 @@ class Totals:
     waited for the link, or sent, or landed.
     """
 
-    sends: int = 0
-    landings: int = 0
-    bytes_sent: int = 0
-    blocked_s: float = 0.0
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> "Totals":
-        """From what `dataclasses.asdict` gave. Raises TypeError or ValueError if it is damaged."""
-        totals = cls(**saved)
-        sound_counts([totals.sends, totals.landings, totals.bytes_sent], 1)
-        sound_numbers(totals.blocked_s)
-        return totals
+    sends: Count = 0
+    landings: Count = 0
+    bytes_sent: Count = 0
+    blocked_s: Size = 0.0
 
 
 class StreamClock:
@@ -194,6 +191,9 @@ class Account:
 
     def __init__(self, record: Record, region: int = 0) -> None:
         self.num_fragments = 1
+        self.shows_cosine = True
+        """Whether means are averages of what regions say that they send."""
+        self._cosines: list[float] = []
         self.totals = Totals()
         self.report: dict[str, float] = {}
         self._record, self._region = record, region
@@ -263,6 +263,10 @@ class Account:
         }
         if arrival.is_finite:
             self.report["outer_grad_norm"] = math.sqrt(arrival.square)
+        cosine = self._cosine(arrival)
+        if cosine is not None:
+            self.report["cosine"] = cosine
+            self._judge_directions(step, cosine, arrival)
         if losses:
             self.report["loss"] = sum(losses) / len(losses)
         if not arrival.is_finite:
@@ -283,12 +287,37 @@ class Account:
             rested_s=None if arrival.ended_at is None else round(max(ended - arrival.ended_at, 0.0), 6),
             bytes_sent=arrival.bytes_sent,
             outer_grad_norm=math.sqrt(arrival.square) if arrival.is_finite else None,
+            cosine=None if cosine is None else round(cosine, 6),
             regions=self.report["regions"],
             members=list(arrival.members),
             norms=_shown([trailer.norm for trailer in arrival.trailers]),
             **_coasted(sent_at, arrival),
             **_common_digest(arrival),
         )
+
+    def _cosine(self, arrival: Arrival) -> float | None:
+        """See `mean_cosine`. Equal in all regions."""
+        if not self.shows_cosine or not arrival.is_finite or not arrival.trailers:
+            return None
+        norms, verdict = [each.norm for each in arrival.trailers], arrival.verdict
+        return mean_cosine(norms, verdict.weights, verdict.total, math.sqrt(arrival.square))
+
+    def _judge_directions(self, step: int, cosine: float, arrival: Arrival) -> None:
+        """Say once that regions pull in different directions, if they do for long."""
+        most = ROUNDS * self.num_fragments
+        if len(self._cosines) > most:  # it has been said
+            return
+        self._cosines = [*self._cosines, cosine][-most:]
+        mean = sum(self._cosines) / len(self._cosines)
+        if len(self._cosines) < most or mean >= LOW:
+            return
+        self._cosines.append(cosine)
+        message = (
+            f"the outer gradients of the regions hardly agree: their mean cosine over the last {ROUNDS} rounds is {mean:.2g}. "
+            "Either their data differ too much (mix them), or they train apart for too long (lower outer.sync_interval), or all "
+            "that is left is noise (a larger batch, a lower learning rate, or the end of the run)."
+        )
+        self.note(step, message, speaks=self._region == arrival.members[0])  # the others would say the same
 
     def _guarded(self, step: int, fragment: int, sent_at: int, arrival: Arrival) -> None:
         """Record outer gradients that counted less because they were out of the ordinary."""
@@ -322,9 +351,7 @@ class Account:
             f"outer.guard leaves all finite outer gradients as they are: {why}. A region whose numbers are wrong but finite is "
             "not noticed. Values that are not finite are."
         )
-        if self._region == arrival.members[0]:  # the others would say the same
-            logger.warning(message)
-        self._record("note", step=step, message=message)
+        self.note(step, message, speaks=self._region == arrival.members[0])
 
     def counts_less(self, step: int, fragment: int, region: int, norm: float, ordinary: float) -> None:
         """Record that this region's own outer step scales down its fresh outer gradient."""
@@ -333,7 +360,12 @@ class Account:
             f"own outer step: its norm of {norm:.3g} is {norm / ordinary:.3g} times the ordinary one. Look at its loss and "
             "learning rate."
         )
-        logger.warning(message)
+        self.note(step, message)
+
+    def note(self, step: int, message: str, speaks: bool = True) -> None:
+        """Record a sentence, and warn with it if this region `speaks`."""
+        if speaks:
+            logger.warning("%s", message)
         self._record("note", step=step, message=message)
 
     def finished(self, step: int, digest: int) -> None:
@@ -367,3 +399,29 @@ def _common_digest(arrival: Arrival) -> dict[str, int]:
     return (
         {"digest": digests.pop()} if arrival.changes >= 0 and len(digests) == 1 and min(digests) >= 0 else {}
     )
+
+
+def mean_cosine(
+    norms: Sequence[float], weights: Sequence[float], divisor: float, norm_of_mean: float
+) -> float | None:
+    """The mean cosine of all pairs of outer gradients g_r, weighted by what each pair adds to the length of their mean.
+
+    ::
+
+        m = sum_r w_r g_r / divisor
+        cosine = sum_(r != s) a_r a_s cos(g_r, g_s) / sum_(r != s) a_r a_s,  a_r = w_r ||g_r||
+               = ((divisor ||m||)^2 - sum_r a_r^2) / ((sum_r a_r)^2 - sum_r a_r^2)
+
+    With equal norms and weights it is the mean of the cosines. None if fewer than two regions count.
+
+    >>> round(mean_cosine([1.0, 1.0], [1.0, 1.0], 2.0, math.sqrt(0.5)), 6)  # at right angles
+    0.0
+    >>> mean_cosine([2.0, 0.0], [1.0, 1.0], 2.0, 1.0)
+    """
+    lengths = [norm * weight for norm, weight in zip(norms, weights, strict=True) if norm * weight > 0]
+    if len(lengths) < 2:
+        return None
+    squares = math.fsum(length * length for length in lengths)
+    most = math.fsum(lengths) ** 2 - squares
+    cosine = ((divisor * norm_of_mean) ** 2 - squares) / most
+    return min(max(cosine, -1.0), 1.0) if math.isfinite(cosine) else None

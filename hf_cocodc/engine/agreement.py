@@ -163,12 +163,6 @@ def check_same_start(link: Link, own: StepChecksum) -> None:
             )
 
 
-def texts(link: Link, own: str, what: str) -> dict[int, str]:
-    """Every region's text, by region. A collective call."""
-    answers = spread_all(link, own.encode(), what)
-    return {region: text.decode() for region, text in answers.items()}
-
-
 @torch.no_grad()
 def check_same_end(
     link: Link, model: nn.Module, synchronized: Collection[str], step: int, record: Record
@@ -185,7 +179,7 @@ def check_same_end(
     changed: list[str] = []
     answers = link.gather(_checksum(step, own), "the end of the run")
     if differs(link, [other.digest for other in answers]):
-        listings = texts(link, json.dumps(own), "the checksums of the model")
+        listings = spread_all(link, json.dumps(own).encode(), "the checksums of the model")
         told = {region: json.loads(text) for region, text in listings.items()}
         changed, notes, wrong = _make_equal(link, model, synchronized, told)
         for note in notes:

@@ -4,30 +4,34 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from ..link.base import Arrival, ArrivedHandle, Handle, Link
 from ..methods import Method
 from ..parts.codecs.base import Result
 from ..parts.fragments import Fragment
-from ..parts.guard import Ordinary, Verdict, lower_median
+from ..parts.guard import LONGEST_HISTORY, Ordinary, Verdict, lower_median
 from ..parts.info import MergeInfo, MergeSlice, OuterInfo, OuterSlice
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
 from ..parts.tensors.flat import digest, local_shard, mapped, tensors_in
 from ..parts.tensors.memory import HOST, Departure, Home, aside, used_here
 from ..parts.tensors.slices import square, squares
+from ..validation import Count, Number, Size
 from .local_params import LocalParams
+
+_LONGEST = Meta(max_length=LONGEST_HISTORY)
 
 
 class Trained(NamedTuple):
     """Inner steps and tokens that a region has trained since it started."""
 
-    steps: int = 0
-    tokens: int = 0
+    steps: Count = 0
+    tokens: Count = 0
 
 
 @dataclass
@@ -66,47 +70,56 @@ class Transfer:
     handle: Handle = field(init=False)
 
 
+@dataclass(kw_only=True)
+class KeptOfFragment:
+    """What a checkpoint keeps of a fragment, beside its transfers in flight.
+
+    Attributes:
+        global_params: flat fp32.
+        settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
+        sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
+        norms, paces: of its last landings, oldest first: the agreed norm, and that norm / learning rate (`parts.guard.agreed`).
+        losses: the median training losses of the regions, likewise.
+        voids: landings in a row, up to the last one, whose mean was void.
+        far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
+        nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
+        trained: what this region had trained at the last send; later steps are in no transfer yet.
+    """
+
+    global_params: Tensor
+    outer: dict[str, Any] = field(default_factory=dict)
+    codec: dict[str, Any] = field(default_factory=dict)
+    num_sends: Count = 0
+    settled_at: Count = 0
+    sent_at: Count = 0
+    lr_sum: Number = 0.0
+    norms: Annotated[Sequence[Size], _LONGEST] = ()
+    paces: Annotated[Sequence[Size], _LONGEST] = ()
+    losses: Annotated[Sequence[Number], _LONGEST] = ()
+    voids: Count = 0
+    far_losses: Count = 0
+    nonfinite_rounds: Count = 0
+    trained: Trained = Trained()
+
+
 @dataclass
-class FragmentState:
+class FragmentState(KeptOfFragment):
     """The engine's state of one fragment.
 
     Operations run on the device of the local params, slice by slice; flat tensors rest at `home`. Global params that a transfer
     still references are never overwritten.
 
     Attributes:
-        global_params: flat fp32.
         in_flight: transfers that have not landed, oldest first.
-        settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
-        sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
-        norms, paces: of its last landings, oldest first: the agreed norm, and that norm / learning rate (`parts.guard.agreed`).
-        losses: the median training losses of the regions, likewise.
-        voids: landings in a row, up to the last one, whose mean was void.
-        far_regions: those that were far out of the ordinary in the last one.
-        far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
-        nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
-        trained: what this region had trained at the last send; later steps are in no transfer yet.
+        far_regions: those that were far out of the ordinary in the last landing.
         has_written: whether local params were written since somebody has asked (`Synchronizer.take_written`).
     """
 
     fragment: Fragment
     local: LocalParams
     home: Home
-    global_params: Tensor
-    outer: dict[str, Any] = field(default_factory=dict)
-    codec: dict[str, Any] = field(default_factory=dict)
     in_flight: list[Transfer] = field(default_factory=list)
-    num_sends: int = 0
-    settled_at: int = 0
-    sent_at: int = 0
-    lr_sum: float = 0.0
-    norms: Sequence[float] = ()
-    paces: Sequence[float] = ()
-    losses: Sequence[float] = ()
-    voids: int = 0
     far_regions: tuple[int, ...] = ()
-    far_losses: int = 0
-    nonfinite_rounds: int = 0
-    trained: Trained = Trained()
     has_written: bool = False
 
     def move_to(self, shards: Mapping[str, Tensor]) -> None:
@@ -416,4 +429,4 @@ def adopt(
 def hold(fragment: Fragment, shards: Mapping[str, Tensor], home: Home) -> FragmentState:
     """The state of a fragment whose global params are the present local ones; without outer state."""
     local = LocalParams(fragment.views_of(shards), home.device)
-    return FragmentState(fragment, local, home, local.gather(home.take(fragment.numel), home))
+    return FragmentState(fragment, local, home, global_params=local.gather(home.take(fragment.numel), home))

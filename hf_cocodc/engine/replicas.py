@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..link.base import Link
 from ..link.ranks import SharedLink
-from ..link.records import NOTHING_TO_SAY, Word, Words, from_numbers
+from ..link.records import NOTHING_TO_SAY, Word, Words, in_order
 from ..methods import Method
+from ..parts.deal import Portion
 from ..parts.tensors.flat import contents, copy_all_, local_shard
 from .account import Totals
 from .footprint import Memory
@@ -36,6 +37,7 @@ class _Told(NamedTuple):
 
     inner_step: int
     next_event: int
+    portion: list[int]
     num_params: int
     totals: dict[str, Any]
     report: dict[str, float]
@@ -165,11 +167,7 @@ class Replicas:
         self._lead(call, what, lambda words: words and [[region, *word] for region, word in words.items()])
         if self._said is None:
             return None
-        names = Word._fields
-        return {
-            region: from_numbers(Word, dict(zip(names, numbers, strict=True)))
-            for region, *numbers in self._said
-        }
+        return {region: in_order(Word, numbers) for region, *numbers in self._said}
 
     def _lead(
         self, call: Callable[[Synchronizer], T], what: str, say: Callable[[T], Any] = lambda result: None
@@ -200,6 +198,7 @@ class Replicas:
         return _Told(
             inner_step=engine.inner_step,
             next_event=engine.next_event,
+            portion=list(engine.portion),
             num_params=engine.num_params,
             totals=asdict(engine.totals),
             report=engine.report,
@@ -213,6 +212,7 @@ class Replicas:
     def _hear(self, told: _Told) -> None:
         """Know what the leader has told, and have what it has written."""
         self.inner_step, self.next_event, self.num_params = told.inner_step, told.next_event, told.num_params
+        self.portion = Portion(*told.portion)
         self.facts = tuple(FragmentFacts(*each) for each in told.facts)
         self.totals, self.report = Totals(**told.totals), told.report
         if self._engine is not None:  # which go on between its events

@@ -1,55 +1,82 @@
 """What a checkpoint keeps of the engine: saved, checked and loaded; and what a region makes of another one's state."""
 
-import functools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-from ..errors import CheckpointError, CocodcError, LinkError
+from ..errors import CheckpointError, LinkError, short
 from ..link.base import Arrival, ArrivedHandle
 from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from ..parts.fragments import Fragment
-from ..parts.guard import LONGEST_HISTORY, Ordinary, Verdict
+from ..parts.guard import Ordinary, Verdict
 from ..parts.merges import Merge
-from .fragment import FragmentState, Trained, Transfer
+from ..validation import Count, Number, Size, whole
+from .fragment import FragmentState, KeptOfFragment, Trained, Transfer
 
-T = TypeVar("T")
 Judge = Callable[[Ordinary], Callable[[Sequence[Trailer]], Verdict]]
 """By what is ordinary for a transfer: how much each region counts in it, by the trailers of all."""
 
-_OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_COUNTS = ("num_sends", "settled_at", "sent_at", "nonfinite_rounds", "voids", "far_losses")
 HISTORIES = ("norms", "paces", "losses")
 """What the norm guard remembers of a fragment's last landings."""
-_OF_A_FRAGMENT = (
-    "global_params",
-    "outer",
-    "codec",
-    "num_sends",
-    "settled_at",
+
+
+class SavedTransfer(Struct, kw_only=True):
+    """A transfer in a checkpoint, and its result."""
+
+    sent_at: Count
+    snapshot: Tensor
+    global_params: Tensor
+    lr_sum: Number
+    outer_grad: Tensor | None
+    is_own: bool
+    is_finite: bool
+    norm: Size
+    taken: Number | None
+    mean: Tensor
+    codec: dict[str, Any]
+    trailers: list[dict[str, Any]]
+    bytes_sent: Count
+    seconds: float
+    square: float
+    members: list[Count]
+    reference: Size
+    pace: Size
+    trained: Trained
+
+
+@dataclass(kw_only=True)
+class SavedFragment(KeptOfFragment):
+    """A fragment in a checkpoint, and its transfers in flight, oldest first."""
+
+    in_flight: list[SavedTransfer]
+
+
+_OF_A_FRAGMENT = [each.name for each in fields(KeptOfFragment)]
+_FLATS = ("snapshot", "global_params", "mean", "outer_grad")
+_OF_A_TRANSFER = (
     "sent_at",
+    "snapshot",
+    "global_params",
     "lr_sum",
-    "nonfinite_rounds",
-    *HISTORIES,
-    "voids",
-    "far_losses",
+    "outer_grad",
+    "is_own",
+    "is_finite",
+    "norm",
 )
-_OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
-_SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
 
 
 def saved_fragment(fragment: FragmentState) -> dict[str, Any]:
     """The state of a fragment, without its local params. Waits for transfers and saves their results: nothing lands."""
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
-    kept |= {"trained": list(fragment.trained)} | {name: list(kept[name]) for name in HISTORIES}
+    kept |= {name: list(kept[name]) for name in (*HISTORIES, "trained")}
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
@@ -58,11 +85,7 @@ def load(fragment: FragmentState, state: dict[str, Any], judge: Judge) -> None:
 
     Raises CheckpointError if the state is of another optimizer or codec, or damaged.
     """
-    index = fragment.fragment.index
-    forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
-    for part, form in forms.items():
-        same_structure(state[part], form, f"the {part} state of fragment {index}")
-    sound_fragment(state, fragment.fragment.numel, f"fragment {index}")
+    saved = _checked(fragment, state)
     moved: dict[int, Tensor] = {}  # tensors that were shared stay shared
 
     def here(value: Any) -> Any:
@@ -80,18 +103,37 @@ def load(fragment: FragmentState, state: dict[str, Any], judge: Judge) -> None:
         transfer.handle.wait()
         fragment.drop(transfer)
     for name in _OF_A_FRAGMENT:
-        setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
-    fragment.trained = trained_in(state["trained"])
-    for each in state["in_flight"]:
-        flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
-        fragment.in_flight.append(_loaded({**each, **flats}, judge))
+        setattr(fragment, name, saved.codec if name == "codec" else here(getattr(saved, name)))
+    for each in saved.in_flight:
+        for name in _FLATS:
+            setattr(each, name, here(getattr(each, name)))
+        fragment.in_flight.append(_loaded(each, judge))
 
 
-def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
-    """Wait until the transfers in flight have ended, here and thus in other regions, which may be about to save them."""
-    for fragment in fragments:
-        for transfer in fragment.in_flight:
-            transfer.handle.wait()
+def _checked(fragment: FragmentState, state: dict[str, Any]) -> SavedFragment:
+    """The saved state of this fragment. Raises CheckpointError for what no engine saves."""
+    index = fragment.fragment.index
+    forms = {"outer": fragment.outer, "codec": fragment.codec, "global_params": fragment.global_params}
+    for part, form in forms.items():
+        same_structure(state[part], form, f"the {part} state of fragment {index}")
+    try:
+        saved = whole(SavedFragment, state)
+        steps = [each.sent_at for each in saved.in_flight]
+        if steps != sorted(steps) or max(steps, default=0) > saved.sent_at:
+            raise ValueError(f"transfers of the steps {steps}, the last send at step {saved.sent_at}")
+        for each in saved.in_flight:
+            if not len(each.members) == len(each.trailers) > 0 or each.members != sorted(set(each.members)):
+                raise ValueError(f"the members {each.members} of a transfer")
+    except ValueError as error:
+        raise CheckpointError(
+            f"fragment {index}: the checkpoint has what no run saves ({short(error, 200)}). It is damaged: use another."
+        ) from error
+    for each in saved.in_flight:
+        for name in _FLATS:
+            flat = getattr(each, name)
+            if name != "outer_grad" or flat is not None:
+                same_structure(flat, fragment.global_params, f"fragment {index}, {name} of a transfer")
+    return saved
 
 
 @torch.no_grad()
@@ -192,7 +234,6 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
     """A transfer and its result."""
     arrival = transfer.handle.wait()
     return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
-        "outer_grad": transfer.outer_grad,
         "mean": arrival.result.mean,
         "codec": arrival.result.state,
         "trailers": [trailer._asdict() for trailer in arrival.trailers],
@@ -200,7 +241,6 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "seconds": arrival.seconds,
         "square": arrival.square,
         "members": list(arrival.members),
-        **{name: getattr(transfer, name) for name in _SAID_OF_A_TRANSFER},
         "taken": None if transfer.taken is None else float(transfer.taken),
         "reference": transfer.ordinary.norm,
         "pace": transfer.ordinary.pace,
@@ -208,18 +248,22 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
     }
 
 
-def _loaded(state: dict[str, Any], judge: Judge) -> Transfer:
+def _loaded(saved: SavedTransfer, judge: Judge) -> Transfer:
     """A transfer whose result is here and waits for its landing."""
-    mean = state["mean"]
-    members = tuple(state["members"])
-    trailers = tuple(map(_trailer, state["trailers"], members))
-    result = Result(mean, lambda: mean, state["codec"])
-    numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
+    trailers = tuple(map(_trailer, saved.trailers, saved.members))
+    ordinary = Ordinary(saved.reference, saved.pace)
     # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
-    ordinary = Ordinary(state["reference"], state["pace"])
-    arrival = Arrival(result, trailers, **numbers, members=members, verdict=judge(ordinary)(trailers))
-    kept = {name: state[name] for name in (*_OF_A_TRANSFER, *_SAID_OF_A_TRANSFER, "outer_grad")}
-    transfer = Transfer(**kept, ordinary=ordinary, trained=trained_in(state["trained"]))
+    arrival = Arrival(
+        Result(saved.mean, lambda: saved.mean, saved.codec),
+        trailers,
+        bytes_sent=saved.bytes_sent,
+        seconds=saved.seconds,
+        square=saved.square,
+        members=tuple(saved.members),
+        verdict=judge(ordinary)(trailers),
+    )
+    kept = {name: getattr(saved, name) for name in (*_OF_A_TRANSFER, "taken", "trained")}
+    transfer = Transfer(**kept, ordinary=ordinary)
     transfer.handle = ArrivedHandle(arrival)
     return transfer
 
@@ -233,25 +277,6 @@ def _trailer(numbers: Mapping[str, float], region: int) -> Trailer:
             f"the checkpoint has a transfer in flight that no region can have sent: {error}. It is damaged: go back "
             "to an earlier one."
         ) from error
-
-
-def loading(load: Callable[[T, dict[str, Any]], None]) -> Callable[[T, dict[str, Any]], None]:
-    """Wrap a method that loads a state: no gradients, and CheckpointError for a state that no engine saves."""
-
-    @functools.wraps(load)
-    def loads(owner: T, state: dict[str, Any]) -> None:
-        try:
-            with torch.no_grad():
-                load(owner, state)
-        except CocodcError:
-            raise
-        except _OF_DAMAGE as error:
-            raise CheckpointError(
-                f"the engine's state in the checkpoint is none that hf_cocodc saves ({type(error).__name__}: {error}). Resume "
-                "from another checkpoint of the run."
-            ) from error
-
-    return loads
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
@@ -277,36 +302,6 @@ def laid_out(layout: Sequence[Sequence[Sequence[Any]]]) -> tuple[Fragment, ...]:
         )
         for index, params in enumerate(layout)
     )
-
-
-def sound_counts(value: Any, levels: int = 0) -> None:
-    """Check a count, or lists of counts nested at most `levels` deep. Raises ValueError for anything else."""
-    if levels and isinstance(value, list | tuple):
-        for each in value:
-            sound_counts(each, levels - 1)
-    elif not _is_count(value):
-        raise ValueError(f"{str(value)[:80]!r} is no count")
-
-
-def sound_numbers(*numbers: Any, signed: bool = False) -> None:
-    """Check finite numbers, not negative unless `signed`. Raises ValueError for anything else."""
-    for each in numbers:
-        if not _is_number(each, signed):
-            raise ValueError(f"{str(each)[:80]!r} is no number that a run saves")
-
-
-def trained_in(counts: Sequence[int]) -> Trained:
-    """Saved counts of what a region has trained. Raises TypeError or ValueError if these are none."""
-    sound_counts(counts, 1)
-    return Trained(*counts)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any, signed: bool = False) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max and (value >= 0 or signed)
 
 
 def same_layout(saved: list, fragments: Sequence[Fragment]) -> None:
@@ -351,38 +346,4 @@ def same_structure(saved: Any, expected: Any, what: str) -> None:
         raise CheckpointError(
             f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
             "and settings that wrote it."
-        )
-
-
-def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
-    """Check the numbers of a saved fragment, and its transfers in flight. Raises CheckpointError for what no engine saves."""
-
-    def hold(is_sound: bool, name: str, value: Any) -> None:
-        if not is_sound:
-            raise CheckpointError(
-                f"{what}: the checkpoint has {name}={str(value)[:80]}, which no run saves. It is damaged: use another."
-            )
-
-    for name in _COUNTS:
-        hold(_is_count(state[name]), name, state[name])
-    for name in HISTORIES:
-        history = state[name]
-        are_sound = isinstance(history, list) and all(_is_number(each, name == "losses") for each in history)
-        hold(are_sound and len(history) <= LONGEST_HISTORY, name, history)
-    hold(_is_number(state["lr_sum"], signed=True), "lr_sum", state["lr_sum"])
-    before, flat = 0, torch.empty(numel, dtype=torch.float32, device="meta")
-    for each in state["in_flight"]:
-        sent_at = each["sent_at"]
-        hold(_is_count(sent_at) and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
-        before = sent_at
-        for name in ("norm", "reference", "pace"):
-            hold(_is_number(each[name]), f"{name} of a transfer", each[name])
-        for name in ("snapshot", "global_params", "mean", "outer_grad"):
-            if name != "outer_grad" or each[name] is not None:
-                same_structure(each[name], flat, f"{what}, {name} of a transfer")
-        members = each["members"]
-        hold(
-            len(members) == len(each["trailers"]) > 0 and list(members) == sorted(set(members)),
-            "members of a transfer",
-            members,
         )

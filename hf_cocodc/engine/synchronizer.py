@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CocodcError, LeftBehind, LinkError
+from ..errors import CheckpointError, CocodcError, LeftBehind, LinkError
 from ..link.base import Link
 from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
+from ..parts.codecs import has_radial
+from ..parts.deal import Portion
 from ..parts.fragments import Fragment, names_in, only_trainable
 from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
 from ..parts.tensors.memory import HOST, Home
+from ..validation import whole
 from .account import Account, Measurements, Record, Totals
 from .agreement import StepChecksum, check_same_end, check_same_start, show_global
+from .balance import NOT_DEALT, Balance, Batch
 from .footprint import Memory, memory
 from .fragment import FragmentFacts, FragmentState, adopt
 from .local_params import Watch, local_kept
@@ -33,14 +37,14 @@ from .saved import (
     give_up,
     layout,
     load,
-    loading,
     same_layout,
     same_structure,
     saved_fragment,
     take_over,
-    wait_for_transfers,
 )
 from .traffic import Traffic
+
+_OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Synchronizer:
@@ -53,6 +57,8 @@ class Synchronizer:
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: a region's share in a mean: equal, steps or tokens (`Shares`).
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
+        balance: rule of the global batch (`parts.deal`), which regions then share by their speeds; by default each has its own.
+        batch: of this region, by its own settings.
         is_bounded: returns whether the inner optimizer bounds a step, so that the guard can judge.
         state: from `state_dict`, to continue with the model's parameters as they are; else all take region 0's parameters.
         home: where global params, outer state and transfers rest; by default with the model. They are computed with there.
@@ -74,6 +80,8 @@ class Synchronizer:
         is_bounded: Callable[[], bool] = lambda: True,
         state: dict[str, Any] | None = None,
         home: Home | None = None,
+        balance: str | None = None,
+        batch: Batch = NOT_DEALT,
     ) -> None:
         self.method = method
         self.link = link
@@ -82,7 +90,9 @@ class Synchronizer:
         timed_on = self._home.device if link.timing == "measured" else HOST
         self.measured, self.account = Measurements(link.clock(), timed_on), Account(record, link.region)
         self._record = record
-        counting = digest_interval, weights, guard, is_bounded
+        self._balance = Balance(balance, batch, link, record)
+        by_samples = "tokens" if self._balance.shares else weights
+        counting = digest_interval, by_samples, guard, is_bounded, self._balance
         self._traffic = Traffic(method, link, self.measured, self.account, *counting)
         self._is_leaving = False
         self.fragments: list[FragmentState] = []
@@ -92,6 +102,7 @@ class Synchronizer:
         self._agenda = Agenda(method.schedule)
         if state is None:
             self._adopt(method.fragments(model), start=True)
+            self._balance.begin(self.inner_step)
         else:
             self._adopt(self._fragments_of(state), start=False)
             self.load_state_dict(state)
@@ -121,6 +132,11 @@ class Synchronizer:
     def layout(self) -> list[list[Any]]:
         """Which parameters are in which fragment (`saved.layout`)."""
         return layout([each.fragment for each in self.fragments])
+
+    @property
+    def portion(self) -> Portion:
+        """The samples of this region in the next inner steps; its own batch, if nobody asks which."""
+        return self._balance.portion
 
     @property
     def next_event(self) -> int:
@@ -163,8 +179,8 @@ class Synchronizer:
         traffic.inner_step += 1
         if trained:
             traffic.trained_at = traffic.inner_step
-            traffic.shares.count(tokens)
-        self.link.tick(self.inner_step)
+            traffic.shares.count(self._balance.counted(tokens))
+        self.link.tick(self.inner_step, self._balance.work)
         self.measured.note_step(inner_lr, self.link.clock())
         if not self._is_leaving:
             self._watch.notice()
@@ -180,7 +196,8 @@ class Synchronizer:
         """Do the events of this inner step."""
         traffic = self._traffic
         words: Words | None = None
-        self.measured.note_event()
+        if self.measured.note_event():
+            self._balance.note_timed()
         # the schedule counts them as done. Where the link has failed, the state cannot be saved, or another one is taken over
         with traffic.whole("what was due", LinkError):
             self._look()
@@ -249,8 +266,6 @@ class Synchronizer:
 
         Raises CheckpointError if `state` is of another model, HandshakeError if regions hold different ones.
         """
-        if names_in(state["layout"]) != self._watch.names:
-            self._adopt(self._fragments_of(state), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.global_params.copy_(saved["global_params"])
@@ -275,8 +290,12 @@ class Synchronizer:
         self._is_leaving = True
 
     def wait_for_transfers(self) -> None:
-        """Wait until the transfers in flight have ended. Raises LinkError if one has failed."""
-        wait_for_transfers(self.fragments)
+        """Wait until the transfers in flight have ended, here and thus in other regions, which may be about to save them. Raises
+        LinkError if one has failed.
+        """
+        for fragment in self.fragments:
+            for transfer in fragment.in_flight:
+                transfer.handle.wait()
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -302,13 +321,14 @@ class Synchronizer:
         call of the region's ranks.
         """
         self._refuse_broken()
-        wait_for_transfers(self.fragments)
+        self.wait_for_transfers()
         self._home.settle()
         return {
             "layout": self.layout,
             **self.measured.state_dict(),
             "schedule_state": self._agenda.state,
             **self._traffic.state_dict(),
+            **self._balance.state_dict(),
             "totals": asdict(self.account.totals),
             "fragments": [saved_fragment(fragment) for fragment in self.fragments],
         }
@@ -318,7 +338,7 @@ class Synchronizer:
 
         Raises CheckpointError if it is of another model or method, or differs from the other regions'.
         """
-        wait_for_transfers(self.fragments)
+        self.wait_for_transfers()
         with self.whole("a load"):
             self._load(state)
             own = self.global_digest() if self.method.outer.regions_agree else -1
@@ -350,8 +370,19 @@ class Synchronizer:
         if keep:
             bring_back(self.fragments, kept)
 
-    @loading
+    @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
+        try:
+            self._take(state)
+        except CocodcError:
+            raise
+        except _OF_DAMAGE as error:
+            raise CheckpointError(
+                f"the engine's state in the checkpoint is none that hf_cocodc saves ({type(error).__name__}: {error}). Resume "
+                "from another checkpoint of the run."
+            ) from error
+
+    def _take(self, state: dict[str, Any]) -> None:
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         self._look()
         self._agenda.load(state["schedule_state"])
@@ -359,7 +390,8 @@ class Synchronizer:
             load(fragment, saved, self._traffic.judge)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
-        self.account.totals = Totals.of(state["totals"])
+        self._balance.load(state)
+        self.account.totals = whole(Totals, state["totals"])
 
     def whole(self, what: str) -> AbstractContextManager[None]:
         """Around what must not happen by halves to the model: after an error in the block, its state is not trained or saved."""
@@ -406,6 +438,8 @@ class Synchronizer:
         self.num_params = round(sum(lengths))
         self.measured.begin(lengths)
         self.account.num_fragments = len(fragments)
+        remembers = any(fragment.codec for fragment in self.fragments)
+        self.account.shows_cosine = not (remembers or has_radial(self.method.codec))
         self._agenda.begin(len(fragments), self.inner_step)
         self._watch = Watch(self._model, fragments)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,10 +23,12 @@ from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge, follow
 from ..parts.tensors.flat import moved
 from ..parts.tensors.memory import Departure
+from ..validation import Count
 from .account import Account, Measurements
 from .agreement import check_in_step, differs, reunite
-from .fragment import FragmentState, Transfer
-from .saved import sound_counts, take_global, trained_in
+from .balance import Balance
+from .fragment import FragmentState, Trained, Transfer
+from .saved import take_global
 from .shares import Guarding, Shares
 
 
@@ -50,9 +53,10 @@ class Traffic:
         weights: str,
         guard: Guard | None,
         is_bounded: Callable[[], bool],
+        balance: Balance,
     ) -> None:
         self._method, self._link = method, link
-        self._measured, self._account = measured, account
+        self._measured, self._account, self._balance = measured, account, balance
         self._digest_interval = digest_interval
         self.inner_step = self.trained_at = 0
         self.broken = ""
@@ -66,10 +70,9 @@ class Traffic:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        sound_counts(state["inner_step"])
-        self.inner_step = self.trained_at = state["inner_step"]
+        self.inner_step = self.trained_at = msgspec.convert(state["inner_step"], Count)
         self.broken = ""
-        self.shares.trained = trained_in(state["trained"])
+        self.shares.trained = msgspec.convert(state["trained"], Trained)
 
     @contextmanager
     def whole(self, what: str, *harmless: type[BaseException]) -> Iterator[None]:
@@ -140,6 +143,8 @@ class Traffic:
             knows=self._link.knows,
             is_bounded=self._is_bounded(),
             trained_at=self.trained_at,
+            samples=self._balance.said.samples,
+            unit=self._balance.said.unit,
             **word._asdict(),
         )
         departure, checksum = Departure(home.device), fragment.checksum() if is_checked else None
@@ -218,6 +223,7 @@ class Traffic:
                 check_in_step(self._link.region, arrival, index, sent_at)
                 if arrival.trailers:
                     self._measured.hear(index, arrival)
+                    self._balance.hear(arrival, self.inner_step, self._account.num_fragments)
                 if self._guarding.own_fate(transfer, arrival) == DROPPED:
                     take_global(fragment)
                 fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]

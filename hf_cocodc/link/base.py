@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -109,6 +109,8 @@ class Link(Protocol):
     num_lanes: int
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
+    session: Any
+    """What the run does over a network beside calls (`run.session`); None without one."""
 
     @property
     def is_elastic(self) -> bool:
@@ -170,8 +172,10 @@ class Link(Protocol):
         """Seconds, by the clock that times transfers."""
         ...
 
-    def tick(self, inner_step: int) -> None:
-        """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step."""
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
+        """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step; `work`
+        says of how many such as the region's own settings ask for.
+        """
         ...
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
@@ -215,6 +219,7 @@ class FixedMembers:
     num_regions: int
     is_elastic = False
     knows = 0
+    session: Any = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -255,6 +260,15 @@ class Passing:
         return 0 if self._link is None else self._link.knows
 
     @property
+    def session(self) -> Any:
+        return None if self._link is None else self._link.session
+
+    @session.setter
+    def session(self, session: Any) -> None:
+        assert self._link is not None
+        self._link.session = session
+
+    @property
     def awaits(self) -> int | None:
         return None if self._link is None else self._link.awaits
 
@@ -262,9 +276,9 @@ class Passing:
         if self._link is not None:
             self._link.landed(arrival)
 
-    def tick(self, inner_step: int) -> None:
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
         if self._link is not None:
-            self._link.tick(inner_step)
+            self._link.tick(inner_step, work)
 
     def count_broadcasts(self) -> int:
         return 0 if self._link is None else self._link.count_broadcasts()
@@ -279,6 +293,18 @@ class Passing:
     def close(self, reason: str | None = None) -> None:
         if self._link is not None:
             self._link.close(reason)
+
+
+class Awaited:
+    """The handle of an arrival that a call waits for, once."""
+
+    def __init__(self, find: Callable[[], Arrival]) -> None:
+        self._find, self._arrival = find, None  # type: Callable[[], Arrival], Arrival | None
+
+    def wait(self) -> Arrival:
+        if self._arrival is None:
+            self._arrival = self._find()
+        return self._arrival
 
 
 class ArrivedHandle:

@@ -134,30 +134,17 @@ class Following:
         return is_needed or self._num_bytes <= _MOST_BYTES or self._error is not None
 
 
-class FollowedMean:
-    """The handle of a mean whose result comes from the log."""
-
-    def __init__(self, asked: Callable[[], Entry], request: MeanRequest) -> None:
-        self._asked, self._request = asked, request
-        self._arrival: Arrival | None = None
-
-    def wait(self) -> Arrival:
-        if self._arrival is None:
-            self._arrival = self._of(self._asked())
-        return self._arrival
-
-    def _of(self, entry: Entry) -> Arrival:
-        numel, home = self._request.numel, self._request.home
-        if entry.values.numel() != numel:
-            raise LinkError(
-                f"{self._request.what} has {numel} values here and {entry.values.numel()} in the other regions."
-            )
-        mean, trailers = home.fill(home.take(numel), entry.values), _trailers_in(entry)
-        result, verdict = (
-            Result(mean, lambda: mean, with_residuals(entry.state)),
-            self._request.judge(trailers),
+def arrival_in(entry: Entry, request: MeanRequest) -> Arrival:
+    """What came of a mean, by its entry. Raises LinkError if that is of another mean."""
+    numel, home = request.numel, request.home
+    if entry.values.numel() != numel:
+        raise LinkError(
+            f"{request.what} has {numel} values here and {entry.values.numel()} in the other regions."
         )
-        return Arrival(result, trailers, 0, entry.seconds, entry.square, entry.members, verdict)
+    mean, trailers = home.fill(home.take(numel), entry.values), _trailers_in(entry)
+    result = Result(mean, lambda: mean, with_residuals(entry.state))
+    verdict = request.judge(trailers)
+    return Arrival(result, trailers, 0, entry.seconds, entry.square, entry.members, verdict)
 
 
 def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:

@@ -13,15 +13,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from ..errors import CocodcError, LinkError, error_named, short
 from ..parts.tensors.memory import HOST
+
+if TYPE_CHECKING:
+    from .base import Link
 
 T = TypeVar("T")
 
@@ -192,3 +198,66 @@ def failure_of(error: BaseException) -> dict[str, str]:
 def error_of(failure: dict[str, str]) -> CocodcError:
     """The failure of another rank, here: of its kind if that is ours and takes a message, else a LinkError."""
     return error_named(failure["kind"], failure["message"], LinkError)
+
+
+_group: tuple[Any, RegionGroup] | None = None
+"""The group of this region's ranks, beside the default process group for which it was made."""
+
+
+def ranks_of_region() -> RegionGroup:
+    """The group in which this region's ranks wait for each other without a time-out. The first call is a collective one."""
+    global _group
+    if _group is None or _group[0] is not dist.group.WORLD:
+        _group = dist.group.WORLD, RegionGroup()
+    return _group[1]
+
+
+def wait_for_ranks(accelerator: Accelerator | PartialState, what: str) -> None:
+    """Wait until all ranks of the region have come here, however long one of them writes or reads: `wait_for_everyone` ends a
+    run after NCCL's 10 minutes. A collective call. Raises LinkError if a rank has died.
+    """
+    if accelerator.num_processes > 1:
+        ranks_of_region().begin_largest((0,), what).wait()
+
+
+def from_main(accelerator: Accelerator, value: Any) -> Any:
+    """The main process's `value`, which JSON can express, in all ranks of the region. A collective call."""
+    if accelerator.num_processes == 1:
+        return value
+    return ranks_of_region().say(0, value, "what the main process knows")
+
+
+def main_says(
+    link: "Link",
+    accelerator: Accelerator,
+    find: Callable[[], T],
+    what: str,
+    kind: Any = Any,
+) -> T:
+    """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks.
+
+    `find` may take longer than a collective call may: the other ranks wait for it without a time-out. `kind` is the value's
+    type, by which these make it again from JSON. Raises what `find` has raised, in the main process; in the other ranks an
+    error of the same kind, or LinkError.
+    """
+    outcome: Future[T] = Future()
+
+    def attempt(_: "Link") -> None:
+        if accelerator.is_main_process:  # every pipeline stage leads itself
+            try:
+                outcome.set_result(find())
+            except Exception as error:
+                outcome.set_exception(error)
+
+    link.lead(attempt, what)
+    if accelerator.num_processes > 1:
+        group = ranks_of_region()
+        group.lead(outcome.result, what, _plain)
+        if not accelerator.is_main_process:
+            return msgspec.convert(group.heard, kind, str_keys=True, dec_hook=lambda type, value: type(value))
+    return outcome.result()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON expresses it: a path as its name."""
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=str)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..parts.tensors.memory import HOST
-from .base import Arrival, Handle, Link, MeanRequest, Passing
+from .base import Arrival, Awaited, Handle, Link, MeanRequest, Passing
 from .group import RegionGroup
 from .log import Marker
-from .records import Record, Trailer, from_numbers
+from .records import Record, Trailer, in_order
 from .stopping import StopAgreement
 from .tcp import TcpLink
 from .voice import RankEnded
@@ -63,7 +63,8 @@ class LaneLink(Passing):
         return self._link.takes_part()
 
     def mean(self, request: MeanRequest) -> Handle:
-        return _LaneHandle(self, self._link.mean(request))
+        handle = self._link.mean(request)
+        return Awaited(lambda: self.agree(self.all_ranks(handle.wait)))
 
     def total(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -71,13 +72,13 @@ class LaneLink(Passing):
     def clock(self) -> float:
         return self._link.clock()
 
-    def tick(self, inner_step: int) -> None:
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
         """Members come and leave at the same step in all lanes."""
         if not isinstance(self._link, TcpLink):
-            self._link.tick(inner_step)
+            self._link.tick(inner_step, work)
             return
         self._link.switched = ((), ())
-        self._link.tick(inner_step)
+        self._link.tick(inner_step, work)
         joined, left = self._link.switched
         self.members = tuple(sorted({*self.members, *joined} - {*left}))
 
@@ -143,16 +144,15 @@ class LaneLink(Passing):
 
     def agree(self, arrival: Arrival) -> Arrival:
         """The arrival with trailers that are equal in all lanes, and with the bytes of all lanes."""
-        names = Trailer._fields
         rows = _numbers([list(trailer) for trailer in arrival.trailers])
-        signs = _numbers([_SETTLED.get(name, 0.0) for name in names])
+        signs = _numbers([_SETTLED.get(name, 0.0) for name in Trailer._fields])
         rows = torch.where(rows.isnan(), -math.inf, rows)  # a loss that is unknown: no maximum is one with it
         own = torch.cat([torch.where(signs == 0, 0.0, rows * signs).flatten(), self._gone()])
         settled, gone = self._reduce(own, dist.ReduceOp.MAX).split([rows.numel(), len(self.members)])
         self._settle_members(gone)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
         rows = torch.where(rows == -math.inf, math.nan, rows)
-        trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
+        trailers = tuple(in_order(Trailer, row) for row in rows.tolist())
         sums = self.total(_numbers([arrival.bytes_sent, arrival.square])).tolist()
         return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
 
@@ -170,17 +170,6 @@ class LaneLink(Passing):
         moved = values.to(self._device, copy=True)
         dist.all_reduce(moved, operation)
         return moved.to(values.device)
-
-
-class _LaneHandle:
-    def __init__(self, link: LaneLink, handle: Handle) -> None:
-        self._link, self._handle = link, handle
-        self._arrival: Arrival | None = None
-
-    def wait(self) -> Arrival:
-        if self._arrival is None:
-            self._arrival = self._link.agree(self._link.all_ranks(self._handle.wait))
-        return self._arrival
 
 
 def _numbers(values: Sequence[Any]) -> Tensor:

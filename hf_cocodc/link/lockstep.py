@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, LinkError
+from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.slices import square
-from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
+from .base import Arrival, Awaited, FixedMembers, Handle, Link, MeanRequest
 from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
 from .records import Record, Trailer, checked
@@ -24,29 +25,49 @@ from .stopping import StopAgreement
 T = TypeVar("T")
 
 
+class Absence(NamedTuple):
+    """A region is lost after the inner step `since`, and its process is there again at step `until`: it takes part again from the
+    next landing on.
+    """
+
+    region: int
+    since: int
+    until: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class VirtualLink:
     """A link of simulated time. Its arrival times decide what adaptive schedules do, and how long training is blocked.
 
     All regions share one serial link: a transfer starts when the last region has sent it and all earlier ones have passed.
-    Raises InputError if step_time_s or bandwidth is not positive, latency_s is negative, or one is not finite.
+    Raises InputError if a number is not finite, latency_s is negative, or another one is not positive.
 
     Attributes:
         step_time_s: T_c, seconds of an inner step.
         latency_s: seconds in one direction.
         bandwidth: bytes per second that a region can send.
+        speeds: of the regions, as multiples of that with which an inner step takes `step_time_s`; 1 for all others.
+        away: which regions are lost, and come back. It needs `regions.min` (or `on_loss=continue`), as a real run does.
     """
 
     step_time_s: float
     latency_s: float
     bandwidth: float
+    speeds: tuple[float, ...] = ()
+    away: tuple[Absence, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("step_time_s", self.step_time_s), ("bandwidth", self.bandwidth)):
+        speeds = [("a speed", speed) for speed in self.speeds]
+        for name, value in (("step_time_s", self.step_time_s), ("bandwidth", self.bandwidth), *speeds):
             if not 0 < value < math.inf:
                 raise InputError(f"{name}={value} of a VirtualLink must be positive and finite.")
         if not 0 <= self.latency_s < math.inf:
             raise InputError(f"latency_s={self.latency_s} of a VirtualLink must be finite, and not negative.")
+        for each in self.away:
+            if not (each.region >= 0 and 0 < each.since < each.until):
+                raise InputError(
+                    f"a VirtualLink with {each}: a region is lost after inner step 1 or later, and back at a later one."
+                )
 
 
 def loopback() -> "LockstepLink":
@@ -76,6 +97,9 @@ class LockstepHub:
 
     def __init__(self, num_regions: int, virtual: VirtualLink | None = None) -> None:
         self.virtual = virtual
+        for each in virtual.away if virtual is not None else ():
+            if each.region >= num_regions:
+                raise InputError(f"{each}: regions are numbered 0 .. {num_regions - 1}.")
         self.timing = "measured" if virtual is None else "simulated"
         self._busy_until = 0.0
         self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
@@ -121,7 +145,7 @@ class LockstepHub:
         return [results[link.region] for link in self.links]
 
     def bring(self, region: int, number: int, what: str, item: Any, resolve: "Resolve") -> "_Call":
-        """Region `region` makes its call `number` with `item`; `resolve` gives the answers once enough regions have called."""
+        """Region `region` makes its call `number` with `item`; `resolve` gives the answers once all have called."""
         call = self._open_calls.setdefault(number, _Call(what))
         if call.what != what:
             raise LinkError(
@@ -129,9 +153,8 @@ class LockstepHub:
                 "must make the same calls in the same order."
             )
         call.brought[region] = item
-        if call.answers is None:
-            call.answers = resolve(call.brought, len(self.links))
         if len(call.brought) == len(self.links):
+            call.answers = resolve([call.brought[link.region] for link in self.links])
             del self._open_calls[number]
         return call
 
@@ -148,6 +171,13 @@ class LockstepHub:
             set_process_state(state)
         assert call.answers is not None
         return call.answers[region]
+
+    def step_time_s(self, region: int) -> float:
+        """Simulated seconds of an inner step of a region, by its own settings; 0 if time is not simulated."""
+        if self.virtual is None:
+            return 0.0
+        speeds = self.virtual.speeds
+        return self.virtual.step_time_s / (speeds[region] if region < len(speeds) else 1.0)
 
     def arrival_s(self, sent_s: float, bytes_sent: int) -> tuple[float, float]:
         """Arrival time and duration of a transfer that the last region sends at `sent_s`, in simulated seconds."""
@@ -185,15 +215,8 @@ class _Call:
         self.answers: Sequence[Any] | None = None
 
 
-Resolve = Callable[[dict[int, Any], int], Sequence[Any] | None]
-"""(items by region, number of regions) -> the answers, in the order of the regions; None until enough regions have called."""
-
-
-def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
-    def resolve(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
-        return answers([brought[r] for r in range(num_regions)]) if len(brought) == num_regions else None
-
-    return resolve
+Resolve = Callable[[list], Sequence[Any]]
+"""What all regions have brought, in their order -> their answers."""
 
 
 class LockstepLink(FixedMembers):
@@ -211,16 +234,36 @@ class LockstepLink(FixedMembers):
         self._calls = 0
         self.now = 0.0
         """Simulated seconds; stays 0 if time is not simulated."""
+        self._is_away = False
+        self.is_elastic = hub.virtual is not None and bool(hub.virtual.away)
+
+    def takes_part(self) -> bool:
+        return not self._is_away
+
+    @property
+    def absences(self) -> tuple[Absence, ...]:
+        """Those of all regions."""
+        return () if self._hub.virtual is None else self._hub.virtual.away
+
+    def stay_away(self, is_away: bool) -> None:
+        """While it does, its calls follow the others: nothing of this region is in a mean, and its clock stands still."""
+        self._is_away = is_away
 
     @property
     def timing(self) -> str:
         return self._hub.timing
 
     def mean(self, request: MeanRequest) -> Handle:
-        resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
         trailer = request.trailer()
-        item = (request.converse(), trailer, self.now, request.judge)
-        return _LockstepHandle(self, self._bring(request.what, item, resolve))
+        item = _Brought(request.converse(), trailer, self.now, request.judge, self.takes_part())
+        call = self._bring(request.what, item, lambda brought: _mean_all(brought, self._hub.arrival_s))
+
+        def wait() -> Arrival:
+            arrival, arrives_at = self.answer(call)
+            self.now = max(self.now, arrives_at)
+            return arrival
+
+        return Awaited(wait)
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -228,9 +271,9 @@ class LockstepLink(FixedMembers):
     def clock(self) -> float:
         return time.perf_counter() if self.timing == "measured" else self.now
 
-    def tick(self, inner_step: int) -> None:
-        if self._hub.virtual is not None:
-            self.now += self._hub.virtual.step_time_s
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
+        if self.takes_part():
+            self.now += self._hub.step_time_s(self.region) * work
 
     def answer(self, call: "_Call") -> Any:
         """The answer to this region."""
@@ -238,7 +281,7 @@ class LockstepLink(FixedMembers):
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         source = 0 if source is None else source
-        resolve = _from_all(partial(_broadcast, source))
+        resolve = partial(_broadcast, source)
         values, sends = self._hub.answer(self.region, self._bring(what, flat.clone(), resolve))
         flat.copy_(values)
         self._broadcast_bytes += sends * flat.nbytes
@@ -248,8 +291,8 @@ class LockstepLink(FixedMembers):
         return counted
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        all_records = _from_all(lambda records: [tuple(records)] * len(records))
-        return self._hub.answer(self.region, self._bring(what, record, all_records))
+        call = self._bring(what, record, lambda records: [tuple(records)] * len(records))
+        return self._hub.answer(self.region, call)
 
     def lead(self, call: Callable[[Link], T], what: str) -> T:
         return call(self)
@@ -268,16 +311,6 @@ class LockstepLink(FixedMembers):
         return self._hub.bring(self.region, self._calls, what, item, resolve)
 
 
-class _LockstepHandle:
-    def __init__(self, link: LockstepLink, call: _Call) -> None:
-        self._link, self._call = link, call
-
-    def wait(self) -> Arrival:
-        arrival, arrives_at = self._link.answer(self._call)
-        self._link.now = max(self._link.now, arrives_at)
-        return arrival
-
-
 def _broadcast(source: int, brought: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """For each region what `source` has, and how often it sends it over a real link (see `calls.BroadcastCall`)."""
     if brought[source].nbytes <= SMALL:
@@ -287,15 +320,27 @@ def _broadcast(source: int, brought: Sequence[Tensor]) -> list[tuple[Tensor, int
     return [(brought[source], senders.count(region)) for region in range(len(brought))]
 
 
+class _Brought(NamedTuple):
+    """What a region brings to a mean."""
+
+    conversation: Conversation
+    trailer: Trailer
+    sent_s: float
+    judge: Callable[[Sequence[Trailer]], Verdict]
+    takes_part: bool
+
+
 def _mean_all(
-    brought: Sequence[tuple[Conversation, Trailer, float, Callable[[Sequence[Trailer]], Verdict]]],
-    arrival_s: Callable[[float, int], tuple[float, float]],
+    brought: Sequence[_Brought], arrival_s: Callable[[float, int], tuple[float, float]]
 ) -> list[tuple[Arrival, float]]:
-    """Run the conversations of all regions together, message by message; return each region's arrival and its time."""
-    conversations = [conversation for conversation, _, _, _ in brought]
-    trailers = tuple(checked(trailer, region) for region, (_, trailer, _, _) in enumerate(brought))
-    verdict = brought[0][-1](trailers)  # that of any region is the same
-    num_regions = len(brought)
+    """Run the conversations of all members together, message by message; return each region's arrival and its time."""
+    members = tuple(region for region, each in enumerate(brought) if each.takes_part)
+    if not members:
+        raise InputError("all regions are away at once (VirtualLink.away): no run goes on there.")
+    conversations = [brought[region].conversation for region in members]
+    trailers = tuple(checked(brought[region].trailer, region) for region in members)
+    verdict = brought[0].judge(trailers)  # that of any region is the same
+    num_regions = len(members)
     sent = [0] * num_regions
     results: list[Result] = []
 
@@ -317,13 +362,18 @@ def _mean_all(
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
             replies = mean_of(messages, verdict.weights, verdict.divisor)
     squares = [believed(float(square(result.mean)), verdict) for result in results]
-    arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s, _ in brought), max(sent))
+    arrives_at, seconds = arrival_s(max(brought[region].sent_s for region in members), max(sent))
     ended_at = arrives_at if arrives_at else None
-    members = tuple(range(num_regions))
-    return [
-        (
-            Arrival(result, trailers, count, seconds, sum_of_squares, members, verdict, ended_at=ended_at),
-            arrives_at,
-        )
-        for result, count, sum_of_squares in zip(results, sent, squares, strict=True)
-    ]
+    own = dict(zip(members, zip(results, sent, squares, strict=True), strict=True))
+
+    def arrival(region: int) -> Arrival:
+        result, count, sum_of_squares = own.get(region, (_followed(results[0]), 0, squares[0]))
+        return Arrival(result, trailers, count, seconds, sum_of_squares, members, verdict, ended_at=ended_at)
+
+    return [(arrival(region), arrives_at) for region in range(len(brought))]
+
+
+def _followed(result: Result) -> Result:
+    """The result of another region, for one that has no part in it."""
+    mean = result.mean.clone()
+    return Result(mean, lambda: mean, without_residuals(result.state))

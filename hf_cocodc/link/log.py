@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..errors import LinkError
 from ..net.members import Member
-from ..net.validation import Count
 from ..parts.codecs.base import CodecState
+from ..parts.tensors.flat import tensors_in
 from ..parts.tensors.memory import HOST
 from ..settings.regions import MOST_REGIONS
+from ..validation import Count
 from .records import ROW, to_row
 
 _FEW = Meta(max_length=MOST_REGIONS)
@@ -60,7 +61,7 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
-        return self.rows.nbytes + self.values.nbytes + _bytes_in(self.state)
+        return self.rows.nbytes + self.values.nbytes + sum(each.nbytes for each in tensors_in(self.state))
 
 
 @dataclass(frozen=True)
@@ -262,14 +263,3 @@ class Sinks:
             for sink in takers:
                 if not sink(item):
                     del self._first[sink]
-
-
-def _bytes_in(state: CodecState) -> int:
-    """Bytes of the tensors of a nested state."""
-    total = 0
-    for value in state.values():
-        if isinstance(value, Tensor):
-            total += value.nbytes
-        elif isinstance(value, dict):
-            total += _bytes_in(value)
-    return total

@@ -59,7 +59,7 @@ REASONS = (
     "regions.connections is set",
     "regions.congestion is set",
     "regions.announce is set",
-    "a relay carries what it sends",
+    "a storage carries what it sends",
     "its torch has no gloo",
 )
 """Why a region keeps "auto" from a process group; the first one means that it does not."""
@@ -228,14 +228,14 @@ class Payloads:
         self._group: Group | None = None
         self._newest = 0
 
-    def settle(self, view: View, members: tuple[Member, ...], is_relayed: bool) -> None:
+    def settle(self, view: View, members: tuple[Member, ...], in_storage: bool) -> None:
         """Choose with all regions of a view, at their first meeting, and make the first group. TCP that is named is no choice.
 
         Raises LinkError if the group that `regions.link` names cannot be made. With "auto" it is TCP then.
         """
         if self.asked == "tcp":
             return
-        reason = self._reason or ("a relay carries what it sends" if is_relayed else "")
+        reason = self._reason or ("a storage carries what it sends" if in_storage else "")
         launch, gpu = number_of(os.environ.get(ENV_LAUNCH, "")), gpu_of(self._device)
         own = Circumstances(REASONS.index(reason), view.network_rtt_s, launch, gpu)
         rows = view.swap(to_row(own), "the choice of a link")

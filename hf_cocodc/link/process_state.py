@@ -58,13 +58,16 @@ def _gradient_state() -> dict[str, Any]:
     """Accelerate's state of gradient accumulation and data loaders: one per process, but each region needs its own."""
     accelerate = sys.modules.get("accelerate.state")
     shared = accelerate.GradientState._shared_state if accelerate else {}
-    return {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
+    return _copied(shared)
 
 
 def _set_gradient_state(state: dict[str, Any]) -> None:
     accelerate = sys.modules.get("accelerate.state")
     if accelerate:
         accelerate.GradientState._shared_state.clear()
-        accelerate.GradientState._shared_state.update(
-            {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
-        )
+        accelerate.GradientState._shared_state.update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Lists and mappings are changed in place."""
+    return {name: value.copy() if isinstance(value, list | dict) else value for name, value in state.items()}

@@ -1,7 +1,7 @@
 """The link of a region whose ranks hold the same parameters (DDP): the leader talks to other regions, all ranks hear."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from .base import Handle, Link, MeanRequest, Passing
 from .group import RegionGroup
 from .log import Marker
-from .records import Record, from_numbers
+from .records import Record, in_order
 from .stopping import StopAgreement
 
 T = TypeVar("T")
@@ -68,8 +68,7 @@ class SharedLink(Passing):
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         kind = type(record)
         self.lead(lambda link: link.gather(record, what), what, lambda records: list(map(list, records)))
-        names: Sequence[str] = kind._fields  # type: ignore[attr-defined]
-        return tuple(from_numbers(kind, dict(zip(names, each, strict=True))) for each in self.heard)
+        return tuple(in_order(kind, each) for each in self.heard)
 
     def regroup(self, known: int) -> tuple[int, ...]:
         """See `TcpLink.regroup`."""

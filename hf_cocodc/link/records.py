@@ -46,7 +46,7 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
             "version and the same script."
         )
     try:
-        return from_numbers(kind, dict(zip(_types(kind), numbers, strict=False)))
+        return in_order(kind, numbers)
     except ValueError as error:
         raise RegionLostError(
             region,
@@ -58,6 +58,11 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
 def from_numbers(kind: type[Record], numbers: Mapping[str, float]) -> Record:
     """The record whose fields have these values, each in its field's type. Raises ValueError if that type has no such value."""
     return kind(**{name: convert(numbers[name]) for name, convert in _types(kind).items() if name in numbers})
+
+
+def in_order(kind: type[Record], numbers: Sequence[float]) -> Record:
+    """The record whose fields have these values, in their order; what follows them is left out. Raises like `from_numbers`."""
+    return from_numbers(kind, dict(zip(_types(kind), numbers, strict=False)))
 
 
 @functools.cache
@@ -130,6 +135,8 @@ class Trailer(NamedTuple):
         carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.
         is_bounded: whether the region's inner optimizer bounds a step, so that norms of regions can be compared.
         trained_at: last inner step that the region has trained; -1 if unknown.
+        samples: of the inner steps that took step_time_s, over all ranks of the region; 0 where the batch is not dealt.
+        unit: samples of one micro-batch, likewise.
     """
 
     weight: float = 1.0
@@ -148,6 +155,8 @@ class Trailer(NamedTuple):
     carried: float = 0.0
     is_bounded: bool = True
     trained_at: int = -1
+    samples: int = 0
+    unit: int = 0
 
     @property
     def word(self) -> Word:
@@ -191,6 +200,7 @@ _LENGTH: tuple[Callable[[Any], bool], str] = (
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fragment": _whole(-1, 31),
     **dict.fromkeys(("inner_step", "saved_at", "knows"), _COUNT),
+    **dict.fromkeys(("samples", "unit"), _whole(0, 31)),
     "digest": _whole(-1, 32),
     "trained_at": _whole(-1, 53),
     **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm", "carried"), _LENGTH),

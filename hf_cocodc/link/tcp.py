@@ -35,6 +35,7 @@ from ..coordinator.messages import (
     Welcome,
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
+from ..net.addresses import is_url
 from ..net.connection import Connection
 from ..net.members import Member, Whereabouts
 from ..net.view import View
@@ -44,9 +45,9 @@ from ..parts.tensors.flat import moved
 from ..parts.tensors.memory import HOST, Buffers, aside
 from ..threads import NativeThread, at_rest
 from . import rules
-from .base import Arrival, Handle, Link, MeanRequest, T
+from .base import Arrival, Awaited, Handle, Link, MeanRequest, T
 from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending, regions_of
-from .following import FollowedMean, Following, copy_bytes, records_in
+from .following import Following, arrival_in, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .part import Standing, back, beat, enter
 from .process_group import Carrier, GroupBroken, Payloads
@@ -106,6 +107,7 @@ class TcpLink:
         self._payloads.tell = self._tell_choice
         self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
         self.agreement: StopAgreement | None = None
+        self.session: Any = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
         self.beat = Beat()
@@ -136,7 +138,7 @@ class TcpLink:
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
         wire.note_of, wire.why_lost = self.note_of, self._why_lost
-        wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
+        wire.storage = client.host if is_url(client.host) else ""
         self._part = enter(welcome, self.terms)
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
@@ -224,7 +226,8 @@ class TcpLink:
     def mean(self, request: MeanRequest) -> Handle:
         log = self._log_to_ask()
         if log is not None:
-            return FollowedMean(log.ask("mean", request.what), request)
+            entry = log.ask("mean", request.what)
+            return Awaited(lambda: arrival_in(entry(), request))
         user = request.home.device
         buffers = self._buffers.setdefault(user, Buffers(HOST, user, lengths_vary=True))
 
@@ -294,7 +297,7 @@ class TcpLink:
             self._feed(rules.Landed(min(each.knows for each in arrival.trailers), arrival.changes))
             self._has_moved = True
 
-    def tick(self, inner_step: int) -> None:
+    def tick(self, inner_step: int, work: float = 1.0) -> None:
         if self.standing is Standing.MEMBER:
             admitted = self._feed(rules.Ticked())
             if self._has_moved or admitted:
@@ -797,7 +800,7 @@ class TcpLink:
             self._feed(rules.Connected(other))
         self._tell_ways()
         self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST, self._count)
-        self._payloads.settle(self.view, self._part.members, "relayed" in self.wire.ways.values())
+        self._payloads.settle(self.view, self._part.members, "storage" in self.wire.ways.values())
 
     def _connect_soon(self, other: Member, after_s: float = 0.0) -> None:
         NativeThread(self._connect, "hf_cocodc-connect", (self.me, other, after_s)).start()

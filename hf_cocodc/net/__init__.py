@@ -1,1 +1,1 @@
-"""What crosses a network between two processes: one port, connections that outlive their sockets, seals, the relay."""
+"""What crosses a network between two processes: one port, connections that outlive their sockets, seals, storages."""

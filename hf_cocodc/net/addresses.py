@@ -18,11 +18,13 @@ class Unreachable(MeetingError, InputError):
 
 def own_address(address_there: str, interface: str | None) -> str:
     """The address of `interface`, IPv4 if it has one; without an interface, the address from which this machine reaches the
-    coordinator.
+    coordinator. Where regions meet in a storage, it is the loopback address: nobody calls.
 
     Raises InputError if the interface does not exist or has no address that others reach; Unreachable if the
     coordinator has none.
     """
+    if interface is None and is_url(address_there):
+        return "127.0.0.1"
     if interface is None:
         why: str | None = "it has no address"
         for family, kind, _, _, there in resolve(address_there, socket.SOCK_DGRAM):
@@ -58,14 +60,35 @@ def _reached(addresses: list[Any]) -> list[str]:
     return found + [each for each in wide if not ipaddress.ip_address(each).is_link_local]
 
 
+def is_url(address: str) -> bool:
+    """Whether an address names a storage, where regions meet (`mailbox`).
+
+    >>> is_url("s3://bucket/run7"), is_url("10.0.0.1:29650")
+    (True, False)
+    """
+    return "://" in address
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    """Host and port of a coordinator, as the settings have checked it; of a storage, its URL and 0.
+
+    >>> parts_of("[::1]:29650"), parts_of("file:///mnt/run7")
+    (('::1', 29650), ('file:///mnt/run7', 0))
+    """
+    if is_url(address):
+        return address, 0
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def resolve(address: str, kind: socket.SocketKind) -> list[Any]:
     """What `socket.getaddrinfo` says of the coordinator's HOST:PORT. Raises Unreachable if the host has no address."""
-    host, _, port = address.rpartition(":")
+    host, port = parts_of(address)
     try:
-        return socket.getaddrinfo(host.strip("[]"), int(port), type=kind)
+        return socket.getaddrinfo(host, port, type=kind)
     except (socket.gaierror, UnicodeError) as error:
         raise Unreachable(
-            f"the coordinator's host {host.strip('[]')!r} has no address ({getattr(error, 'strerror', error)}). Correct "
+            f"the coordinator's host {host!r} has no address ({getattr(error, 'strerror', error)}). Correct "
             f"regions.coordinator={address!r}."
         ) from error
 
@@ -91,7 +114,9 @@ def listen_at(host: str, port: int, backlog: int = 128) -> socket.socket:
 
 
 def named(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """HOST:PORT, with an IPv6 address in brackets; of a storage, its URL."""
+    if is_url(host):
+        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from .keys import Altered
 from .large import Swallowed
 from .pacing import pace, set_congestion
-from .pipe import CLOSED, CiphersFor, Closed, Pipe
+from .pipe import CLOSED, CiphersFor, Closed, Pipe, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Connection:
     ) -> None:
         self._pipe: Pipe | None = None
         self._last: Pipe | None = None
-        self._moved_before = 0
+        self._seen_before = Seen()
         self._name, self._ciphers_for, self._is_said = name, ciphers_for, False
         self._broken, self._congestion, self._rate = broken, congestion, math.inf
         self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
@@ -210,7 +210,7 @@ class Connection:
                     self._changed.wait_for(lambda: not self._reads and not self._writes)
                     self._check()
                 if self._last is not None:
-                    self._moved_before += self._last.look()[0]
+                    self._seen_before = self._seen_before.plus(self._last.look()[0])
                     self._last.socket.close()
                 connected.settimeout(timeout_s)
                 pipe.send(_COUNT.pack(self._num_received))
@@ -233,16 +233,16 @@ class Connection:
             self._note(error)
             raise
 
-    def look(self) -> int:
-        """Bytes that have come or gone so far. A socket on which nothing is answered any more has broken."""
+    def look(self) -> Seen:
+        """What has come and gone so far. A socket on which nothing is answered any more has broken."""
         with self._changed:
             pipe = self._pipe
             if pipe is None:
-                return self._moved_before
-            moved, is_dead = pipe.look()
+                return self._seen_before
+            seen, is_dead = pipe.look()
         if is_dead:
             self._break(pipe, ConnectionLost("nothing is answered on its socket"))
-        return self._moved_before + moved
+        return self._seen_before.plus(seen)
 
     @property
     def rtt_s(self) -> float | None:

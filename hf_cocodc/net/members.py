@@ -4,8 +4,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from ..validation import Count
 from .keys import SHARE_BYTES
-from .validation import Count
 
 MOST_ADDRESSES, LONGEST_HOST = 16, 255
 """Of one process, as `settings` has them: it refuses what others would not take."""
@@ -19,7 +19,9 @@ class Member(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """The addresses at which a process is reached, and its `keys.Share` as all may know it."""
+    """The addresses at which a process is reached (none where regions meet in a storage), and its `keys.Share` as all may know
+    it.
+    """
 
     addresses: Annotated[
         tuple[
@@ -29,6 +31,6 @@ class Whereabouts(NamedTuple):
             ],
             ...,
         ],
-        Meta(min_length=1, max_length=MOST_ADDRESSES),
+        Meta(max_length=MOST_ADDRESSES),
     ]
     share: Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]

@@ -9,9 +9,11 @@ import functools
 import logging
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import InputError, shown
+from .pipe import Seen
 
 _SO_MAX_PACING_RATE = 47
 _MOST = (1 << 32) - 2
@@ -20,7 +22,25 @@ NOT_KEPT = (
     "this machine's kernel does not keep a rate limit (SO_MAX_PACING_RATE): this package does, with one piece after the "
     "other, and a lossy link is used less well"
 )
+LOSES = (
+    "region %d: %.0f %% of the packets that it sends are lost on the way, and sent again: it sends faster than the link carries. "
+    "Set regions.rate_limit to nine tenths of the link's rate (Mbit/s): docs/guides/network.md"
+)
+_MANY = 0.05
+"""A larger part of lost packets than lines lose by themselves."""
+_ENOUGH = 10_000
+"""Packets after which a part is one."""
 logger = logging.getLogger(__name__)
+
+
+def part_lost(pairs: Iterable[Seen]) -> float | None:
+    """The part of this region's packets that were sent again, if it is so large that a rate limit would spare them."""
+    total = functools.reduce(Seen.plus, pairs, Seen())
+    return (
+        total.resent / total.packets
+        if total.packets > _ENOUGH and total.resent > _MANY * total.packets
+        else None
+    )
 
 
 def can_pace() -> bool:

@@ -4,27 +4,24 @@ Both regions hear of the coordinator where the other one listens, and both try t
 """
 
 import contextlib
+import functools
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ..errors import LinkError, short
-from ..threads import NativeThread
-from .addresses import is_from, named
+from ..threads import NativeThread, side_by_side
+from .addresses import is_from, is_url, named
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
-from .pipe import CiphersFor
-from .port import Port, dial
+from .pipe import CiphersFor, Seen
+from .port import Port
 from .reaching import NotReached, Search
 from .recovery import Denied, Recovery, stream_verdict
-from .relay import role_at_relay, ticket
-
-T = TypeVar("T")
 
 MAX_CONNECTIONS = 16
 MAX_SOCKETS = 512
@@ -51,6 +48,7 @@ class Pair:
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed.
+        storage: the URL of the one in which the two may meet; empty if there is none.
         judge: the error if the other region is lost, from when a connection broke, whether its machine denies new ones, and
             whether it has closed one in good order; None while it may come back.
 
@@ -58,8 +56,8 @@ class Pair:
         control: the connection for control messages; None before `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
-        way: "direct" if the region with the lower number calls the other one, "reversed" if that calls, "relayed" if both call
-            the relay.
+        way: "direct" if the region with the lower number calls the other one, "reversed" if that calls, "storage" if they meet
+            in one.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Pair:
         own: str = "",
         keys: Keys | None = None,
         judge: Callable[[float, bool, bool], ConnectionLost | None] = lambda *facts: None,
-        relay: tuple[str, int] | None = None,
+        storage: str = "",
     ) -> None:
         self._ids, self._agreed, self._keys = (region, other), agreed, keys
         self._port, self._addresses, self._theirs = port, addresses, theirs
@@ -86,7 +84,7 @@ class Pair:
         self.way = ""
         self._called: tuple[str, int] | None = None
         self._callers: list[tuple[str, int]] = []
-        self._token = self._resumes = self._role = b""
+        self._token = self._resumes = b""
         self._sealing: Keys | None = None
         self._congestion: str | None = None
         self._line: Connection | None = None
@@ -100,7 +98,7 @@ class Pair:
         self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._is_closed = False
-        self._search = Search(region < other, timeout_s, own, relay)
+        self._search = Search(region < other, timeout_s, own, storage)
         self._port.expect(self._first_token(region), self._search.take)
 
     def close(self) -> None:
@@ -123,7 +121,7 @@ class Pair:
 
     def _first_token(self, called: int) -> bytes:
         """What one of the two regions says when it calls the other one for the first time."""
-        return ticket(self._keys, b"meet", bytes([called == min(self._ids)]), self._agreed.raw)
+        return self._agreed.of("meet", called).raw
 
     def meet(self, look: Callable[[], object] = lambda: None) -> None:
         """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other.
@@ -132,15 +130,21 @@ class Pair:
         """
         region, other = self._ids
         try:
-            connection, self._called, is_relayed, words = self._search.run(
-                self._theirs, self._first_token(other), ticket(self._keys, b"relay", self._agreed.raw), look
+            connection, self._called, words = self._search.run(
+                self._theirs, self._first_token(other), self._agreed.of("storage").raw, look
             )
         except NotReached as error:
+            if not self._addresses:
+                raise LinkError(
+                    f"region {region} and region {other} do not reach each other through the storage: {error}. Look at both: "
+                    "hf-cocodc doctor RECIPE --region N --coordinator URL."
+                ) from error
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
                 f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
-                "(regions.port), or name the address at which it is reached (regions.announce); or let the coordinator carry "
-                "what they send (hf-cocodc coordinator --relay)."
+                "(regions.port), or name the address at which it is reached (regions.announce). If both are behind NAT, forward "
+                "a port of one of them (ssh -R), use a VPN (regions.interface), or let all regions meet in a storage "
+                "(--coordinator URL, such as s3://BUCKET/FOLDER)."
             ) from error
         finally:
             self._port.forget(self._first_token(region))
@@ -148,10 +152,10 @@ class Pair:
         # the two may have met before: nothing of what was said then counts here
         fresh = self._agreed.of("pair", words.hex())
         self._sealing = None if self._keys is None else fresh
-        if is_relayed:
-            self.way, self._role = "relayed", role_at_relay(region < other)
+        if self._called is not None and is_url(self._called[0]):
+            self.way = "storage"
         # who listens on the way cannot make the keys, and so no token that has not been said
-        self._token, self._resumes = (ticket(self._keys, what, fresh.raw) for what in (b"payloads", b"again"))
+        self._token, self._resumes = (fresh.of(what).raw for what in ("payloads", "again"))
         if self._called is None:
             self._callers = [each for each in self._theirs if is_from(connection, each[0])]
             self._port.expect(self._token, self._arrive)
@@ -180,7 +184,7 @@ class Pair:
             else:
                 self._attach(self.bulk[number - 1], self._open(number, self._timeout_s))
 
-        lines = () if self.way == "relayed" else (_LINE,)
+        lines = () if self.way == "storage" else (_LINE,)
         side_by_side([partial(make, number) for number in (*numbers, *lines)], count + 1)
 
     def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Connection:
@@ -239,7 +243,7 @@ class Pair:
         region, other = self._ids
         if self._called is not None:
             try:
-                return dial(*self._called, self._token, number, timeout_s, self._own, self._role)
+                return self._search.call(self._called, self._token, number, timeout_s)
             except OSError as error:
                 why = short(error.strerror or error, 200)
                 raise LinkError(
@@ -276,15 +280,13 @@ class Pair:
         try:
             if self._called is not None:
                 number = next(key for key, each in self._numbered().items() if each is connection)
-                connection.attach(
-                    dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role)
-                )
+                connection.attach(self._search.call(self._called, self._resumes, number, _RECALL_S))
                 return
             # not its own addresses: behind a router, they may be those of other machines here
             for address in self._callers:
                 socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
         except (ConnectionRefusedError, ConnectionResetError) as error:
-            if self.way != "relayed":  # a relay does not speak for the region
+            if self.way != "storage":  # a storage does not speak for the region
                 raise Denied(short(error.strerror or error, 200)) from error
 
     def _come_back(self, connected: socket.socket, number: int) -> None:
@@ -321,9 +323,9 @@ class Pair:
         for connection in self.connections:
             connection.revoke(order, error)
 
-    def look(self) -> int:
-        """See `Connection.look`: the bytes of all connections."""
-        return sum(each.look() for each in self._numbered().values())
+    def look(self) -> Seen:
+        """See `Connection.look`: of all connections."""
+        return functools.reduce(Seen.plus, (each.look() for each in self._numbered().values()), Seen())
 
     def pace(self, rate: float) -> bool:
         """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
@@ -374,43 +376,3 @@ def _send_buffer() -> int:
     """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if it does not say."""
     limits = Path("/proc/sys/net/ipv4/tcp_wmem")
     return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
-
-
-def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
-    """The results of calls that wait for other regions, in order, made in at most so many threads.
-
-    The threads are daemons, so that a region which does not answer keeps no process from its end. The first error of a call is
-    raised as soon as it occurs; threads may still be waiting, but take no other call.
-    """
-    todo = list(enumerate(calls))
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
-    changed = threading.Condition()
-    left = len(todo)
-    todo.reverse()
-
-    def work() -> None:
-        nonlocal left
-        while True:
-            with changed:
-                if not todo or failures:
-                    return
-                index, call = todo.pop()
-            try:
-                results[index] = call()
-            except BaseException as error:  # raised in the calling thread
-                with changed:
-                    failures.append(error)
-                    changed.notify()
-                return
-            with changed:
-                left -= 1
-                changed.notify()
-
-    for _ in range(min(threads, left)):
-        NativeThread(work, "hf_cocodc-connect").start()
-    with changed:
-        changed.wait_for(lambda: failures or not left)
-    if failures:
-        raise failures[0]
-    return [results[index] for index in range(len(results))]

@@ -1,11 +1,13 @@
 """One socket of a connection: what it sends and receives is sealed, if the run has a secret, and the kernel counts its bytes."""
 
 import errno
+import operator
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import NamedTuple
 
 from .keys import Ciphers
 from .large import SIZES, Swallowed
@@ -19,8 +21,46 @@ _RECORD = 256 << 10
 _MORE = getattr(socket, "MSG_MORE", 0)
 _JOINED = 64 << 10
 """A message of at most so many bytes leaves together with its header."""
-_STATE = struct.Struct("=2x2B4x48xI44x16x2Q12xI")
-"""Of Linux's `tcp_info`: retransmits, probes, last_ack_recv (ms), bytes_acked, bytes_received, min_rtt (us)."""
+_STATE = struct.Struct("=2x2B4x48xI40xI16x2Q12xI4xI")
+
+
+class _Counts(NamedTuple):
+    """Of Linux's `tcp_info`; its times are in ms and us."""
+
+    retransmits: int
+    probes: int
+    last_ack_recv: int
+    total_retrans: int
+    bytes_acked: int
+    bytes_received: int
+    min_rtt: int
+    data_segs_out: int
+
+
+class Seen(NamedTuple):
+    """What the kernel has counted of a socket; all 0 where it does not say.
+
+    Attributes:
+        acked: bytes that the other end's machine has taken.
+        received: bytes that have come.
+        packets: that were sent, those that were sent again among them.
+        resent: packets that were sent again.
+    """
+
+    acked: int = 0
+    received: int = 0
+    packets: int = 0
+    resent: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have come or gone."""
+        return self.acked + self.received
+
+    def plus(self, other: "Seen") -> "Seen":
+        return Seen(*map(operator.add, self, other))
+
+
 _NO_RTT = (1 << 32) - 1
 _GONE_MS = 30_000
 _UNANSWERED = 2
@@ -92,27 +132,27 @@ class Pipe:
             _fill(self.socket, sealed)
             piece[:] = cipher.open(sealed)
 
-    def look(self) -> tuple[int, bool]:
-        """Bytes that have come, or that the other end's machine has taken (0 where the kernel does not say); and whether the
-        socket is dead: what was sent, or a question whether the other end takes more, has been unanswered for long. An end that
-        takes nothing answers: it may only be late.
+    def look(self) -> tuple[Seen, bool]:
+        """What the kernel has counted; and whether the socket is dead: what was sent, or a question whether the other end takes
+        more, has been unanswered for long. An end that takes nothing answers: it may only be late.
         """
-        state = self._state()
-        if state is None:
-            return 0, False
-        retransmits, probes, answered_ms, acked, received, _ = state
-        is_dead = max(retransmits, probes) >= _UNANSWERED and answered_ms > _GONE_MS
-        return acked + received, is_dead
+        counts = self._counts()
+        if counts is None:
+            return Seen(), False
+        is_dead = max(counts.retransmits, counts.probes) >= _UNANSWERED and counts.last_ack_recv > _GONE_MS
+        seen = Seen(counts.bytes_acked, counts.bytes_received, counts.data_segs_out, counts.total_retrans)
+        return seen, is_dead
 
     @property
     def rtt_s(self) -> float | None:
         """Seconds of a round trip between the two kernels, the shortest so far; None where the kernel does not say."""
-        state = self._state()
-        return state[-1] / 1e6 if state is not None and 0 < state[-1] < _NO_RTT else None
+        counts = self._counts()
+        return counts.min_rtt / 1e6 if counts is not None and 0 < counts.min_rtt < _NO_RTT else None
 
-    def _state(self) -> tuple[int, ...] | None:
+    def _counts(self) -> _Counts | None:
         try:
-            return _STATE.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size))
+            state = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
+            return _Counts(*_STATE.unpack(state))
         except (OSError, AttributeError, struct.error):  # it is closed, or not Linux
             return None
 

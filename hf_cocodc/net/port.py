@@ -5,7 +5,6 @@ number, which says what for.
 """
 
 import contextlib
-import errno
 import logging
 import secrets
 import selectors
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from ..errors import InputError
 from .addresses import listen_at, named
 from .channel import keep_alive, keep_from_forks
-from .relay import JOINED
 
 logger = logging.getLogger(__name__)
 
@@ -157,19 +155,14 @@ class Port:
         return True
 
 
-def dial(
-    host: str, port: int, token: bytes, number: int, timeout_s: float, own: str = "", role: bytes = b""
-) -> socket.socket:
-    """A connection to another region's port, on which token and number were said; or one through the relay.
+def dial(host: str, port: int, token: bytes, number: int, timeout_s: float, own: str = "") -> socket.socket:
+    """A connection to another region's port, on which token and number were said. Raises OSError if nobody answers there.
 
-    `own`: the address to call from; empty for any. `role`: at the relay, which of the two ends this is: then it waits for the
-    other one. Raises OSError if nobody answers there, or the other end does not come.
+    `own`: the address to call from; empty for any.
     """
     connection = socket.create_connection((host, port), timeout_s, (own, 0) if own else None)
     try:
-        connection.sendall(token + bytes([number]) + role)
-        if role and connection.recv(1) != JOINED:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "the relay has closed the connection")
+        connection.sendall(token + bytes([number]))
         return tuned(connection)
     except OSError:
         connection.close()

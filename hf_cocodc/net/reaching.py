@@ -1,6 +1,6 @@
 """Two processes find a connection between them: each tries to reach the other one, and the first way that works counts.
 
-Where neither is reached for a while, both call the relay, if there is one.
+Where neither is reached for a while, they meet in the storage, if the run has one.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import short
-from .addresses import named
+from .addresses import is_url, named
 from .large import MEND, SIZES, SWALLOWED
-from .port import dial
-from .relay import role_at_relay
+from .mailbox import mailbox
+from .port import dial, tuned
 
 REACH_S = 30.0
 """If nobody has been reached after so many seconds, no way exists. An end that cannot call may wait for one that begins later."""
 _DIAL_S = 10.0
 _HEAD_START_S = 0.5
 """The region with the higher number tries so much later: the other one's way is as good."""
-_RELAY_S = 3.0
-"""The relay is called so much later: a way of their own is better. One that a firewall swallows without a word is no way."""
+_STORAGE_S = 3.0
+"""The storage is tried so much later: a way of their own is better. One that a firewall swallows without a word is no way."""
 _STAGGER_S = 0.25
 """Each further address is called so much later, while the earlier ones have not answered (RFC 8305)."""
 _FIRST_AGAIN_S = 0.05
@@ -42,13 +42,12 @@ _LARGE_S = 10.0
 class Found(NamedTuple):
     """A connection (it blocks) on which both ends have agreed.
 
-    `address`: where this end called; None if the other one did. `words`: random bytes, of this connection alone, that both ends
-    know; others may have heard them.
+    `address`: where this end called; None if the other one did. In a storage, both have. `words`: random bytes, of this
+    connection alone, that both ends know; others may have heard them.
     """
 
     connection: socket.socket
     address: tuple[str, int] | None
-    is_relayed: bool
     words: bytes
 
 
@@ -60,12 +59,12 @@ class Search:
     """The search of one end. One end asks for agreement on each connection (`asks`); the other one agrees to one of them.
 
     `timeout_s`: seconds for the other end to agree, once a connection is there. `own`: the address to call from; empty for any.
+    `storage`: the URL of the one in which the two may meet; empty if there is none.
     """
 
-    def __init__(
-        self, asks: bool, timeout_s: float, own: str = "", relay: tuple[str, int] | None = None
-    ) -> None:
-        self._asks, self._timeout_s, self._own, self._relay = asks, timeout_s, own, relay
+    def __init__(self, asks: bool, timeout_s: float, own: str = "", storage: str = "") -> None:
+        self._asks, self._timeout_s, self._own = asks, timeout_s, own
+        self._storage = ((storage, 0),) if storage else ()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._found: Found | None = None
@@ -85,14 +84,14 @@ class Search:
         self,
         addresses: Sequence[tuple[str, int]],
         token: bytes,
-        ticket: bytes = b"",
+        name: bytes = b"",
         look: Callable[[], object] = lambda: None,
     ) -> Found:
         """Search until both ends have agreed.
 
         Args:
             addresses: of the other end, where it expects `token`.
-            ticket: for the relay, the same at both ends.
+            name: under which they meet in the storage, the same at both ends.
             look: called several times a second; what it raises goes to the caller.
 
         Raises NotReached if they have not agreed; its text says what was tried from here.
@@ -101,9 +100,9 @@ class Search:
         first_s = 0.0 if self._asks else _HEAD_START_S
         for place, address in enumerate(addresses):
             self._begin(self._look_up, address, token, first_s + place * _STAGGER_S)
-        if self._relay is not None:
-            self._begin(self._call, self._relay, self._relay, ticket, _RELAY_S, True)
-            self._failures[self._relay] = "the other region has not come there"
+        for address in self._storage:
+            self._failures[address] = "the other end has not come"
+            self._begin(self._call, address, address, name, _STORAGE_S if addresses else 0.0)
         while not self._over.wait(0.1):
             look()
             now = time.monotonic()
@@ -113,8 +112,7 @@ class Search:
                 break
         chosen = self._stop()
         if chosen is None:
-            relay = () if self._relay is None else (self._relay,)
-            tried = self._tried((*addresses, *relay))
+            tried = self._tried((*addresses, *self._storage))
             raise NotReached(f"{SWALLOWED}: {MEND} ({tried})" if self._is_swallowed else tried)
         chosen.connection.settimeout(None)
         return chosen
@@ -154,34 +152,35 @@ class Search:
         else:
             return
         for place, where in enumerate(dict.fromkeys(each[-1][:2] for each in found)):
-            self._begin(self._call, announced, where, token, place * _STAGGER_S, False)
+            self._begin(self._call, announced, where, token, place * _STAGGER_S)
+
+    def call(self, address: tuple[str, int], token: bytes, number: int, timeout_s: float) -> socket.socket:
+        """A connection to the other end's port, on which token and number were said; or one through a storage, where the other
+        end calls likewise. Raises OSError if nobody answers there, or the other end does not come.
+        """
+        host, port = address
+        if is_url(host):
+            return tuned(mailbox(host).meet((token + bytes([number])).hex(), self._asks, timeout_s))
+        return dial(host, port, token, number, timeout_s, self._own)
 
     def _call(
-        self,
-        announced: tuple[str, int],
-        address: tuple[str, int],
-        token: bytes,
-        wait_s: float,
-        is_relay: bool,
+        self, announced: tuple[str, int], address: tuple[str, int], token: bytes, wait_s: float
     ) -> None:
         """Try to reach the other end at one address of those that it has `announced`."""
         self._over.wait(wait_s)
-        role, again_s = role_at_relay(self._asks) if is_relay else b"", _FIRST_AGAIN_S
+        again_s = _FIRST_AGAIN_S
         while not self._over.is_set():
             try:
-                connection = dial(*address, token, 0, min(REACH_S, _DIAL_S), self._own, role)
+                connection = self.call(address, token, 0, min(REACH_S, _DIAL_S))
             except OSError as error:
-                if not (is_relay and isinstance(error, TimeoutError)):
-                    self._failures[announced] = short(error.strerror or error, 200)
+                self._failures[announced] = short(error.strerror or error, 200)
             else:
                 self._failures.pop(announced, None)
-                self._consider(connection, address, is_relay)
+                self._consider(connection, address)
             self._over.wait(again_s)
             again_s = min(2 * again_s, _AGAIN_S)
 
-    def _consider(
-        self, connection: socket.socket, address: tuple[str, int] | None, is_relay: bool = False
-    ) -> None:
+    def _consider(self, connection: socket.socket, address: tuple[str, int] | None) -> None:
         """Let both ends agree on a connection, or close it."""
         with self._lock:
             if self._over.is_set():
@@ -190,16 +189,15 @@ class Search:
             self._candidates.add(connection)
         own, theirs = os.urandom(_LARGE), b""
         with contextlib.suppress(OSError):
-            theirs = self._words_of_other(connection, own, address is not None and not is_relay)
+            was_called = address is not None and not is_url(address[0])
+            theirs = self._words_of_other(connection, own, was_called)
         with self._lock:
             self._candidates.discard(connection)
             if theirs and not self._over.is_set():
                 with contextlib.suppress(OSError):
                     if not self._asks:
                         connection.sendall(own)
-                    self._found = Found(
-                        connection, address, is_relay, own + theirs if self._asks else theirs + own
-                    )
+                    self._found = Found(connection, address, own + theirs if self._asks else theirs + own)
                     self._over.set()
                     return
         _end(connection)

@@ -12,12 +12,13 @@ from functools import partial
 import torch
 
 from ..errors import LinkError, RegionLostError
+from ..threads import side_by_side
 from .connection import Connection, ConnectionLost
 from .keys import Keys, Share
 from .members import Whereabouts
-from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
-from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
-from .pipe import CLOSED
+from .pacing import LOSES, can_pace, congestion_of, part_lost, say_who_keeps_the_limit
+from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for
+from .pipe import CLOSED, Seen
 from .port import Port
 from .recovery import NotBack
 from .view import LARGEST, Throttle, View, Waits
@@ -46,7 +47,8 @@ class Wire:
     Args:
         connections: for payloads, to each other region; None derives the number from the round trip.
         port: on which to listen; 0 for any that is free.
-        announce: from the port, pairs of a host and a port at which others reach this region; by default its own.
+        announce: from the port, pairs of a host and a port at which others reach this region; by default its own. None, where
+            regions reach each other through a storage.
         call_from: the address from which to call others; empty for any.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
@@ -56,7 +58,7 @@ class Wire:
 
     Attributes:
         addresses: at which others reach this wire.
-        relay: where the relay listens; None if there is none.
+        storage: the URL of the one in which the run meets; empty if it meets at a coordinator's port.
         why_lost: "died" or "unreachable" once a region is lost, from when a connection to it broke, whether new ones are
             refused, and whether it has closed one in good order; None while it may come back.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
@@ -84,12 +86,13 @@ class Wire:
         self._asked = connections
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
         self.why_lost: Callable[[int, float, bool, bool], str | None] = self._is_late
-        self.relay: tuple[str, int] | None = None
+        self.storage = ""
         self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self.waits = Waits()
-        self._moved: dict[int, int] = {}
+        self._seen: dict[int, Seen] = {}
+        self._is_told = False
         self._paced: tuple[tuple[int, int], ...] = ()
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
@@ -97,6 +100,8 @@ class Wire:
         self._port = Port(address if announce is None else "", port)
         self.port, self._call_from = self._port.number, call_from
         self.addresses = tuple(((address, self.port),) if announce is None else announce(self.port))
+        if not self.addresses and connections is None:
+            self._asked = 1  # what goes through a storage has no window that it would fill
 
     @property
     def whereabouts(self) -> Whereabouts:
@@ -199,10 +204,16 @@ class Wire:
         """Notice whether bytes of the region that is awaited flow, and which sockets are dead. Call this every second or so."""
         with self._lock:
             pairs = dict(self._pairs)
-        moved = {region: pair.look() for region, pair in pairs.items()}
-        if self.waits.region in moved and moved[self.waits.region] != self._moved.get(self.waits.region):
-            self.waits.moved()
-        self._moved = moved
+        seen = {region: pair.look() for region, pair in pairs.items()}
+        if self.waits.region in seen:
+            moved, before = seen[self.waits.region].moved, self._seen.get(self.waits.region, Seen()).moved
+            if moved != before:
+                self.waits.moved()
+        self._seen = seen
+        lost = None if self._limit is not None or self._is_told else part_lost(seen.values())
+        if lost is not None:
+            self._is_told = True
+            logger.warning(LOSES, self.region, 100 * lost)
 
     def drain(self) -> None:
         """Wait until the others have received all: a path that breaks once this process has ended would cost them the rest."""
@@ -234,9 +245,8 @@ class Wire:
                 "version of hf_cocodc. Install the same version in all regions."
             ) from error
         how = self.addresses, other.addresses, agreed, self.timeout_s, self._call_from, self._keys
-        return Pair(
-            self.region, region, self._port, *how, judge=partial(self._judge, region), relay=self.relay
-        )
+        judge = partial(self._judge, region)
+        return Pair(self.region, region, self._port, *how, judge=judge, storage=self.storage)
 
     def _is_late(self, region: int, broken_at: float, is_denied: bool, is_closed: bool) -> str | None:
         return "unreachable" if time.monotonic() - broken_at > self.timeout_s else None

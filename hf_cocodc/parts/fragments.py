@@ -177,8 +177,9 @@ def _by_blocks(
 ) -> tuple[Fragment, ...]:
     """Place each block as `place` decides from their sizes, then all other modules, largest first, in the smallest fragments.
 
-    The paper gives the embedding a fragment of its own. Here it joins a fragment, or with `split_rows` all that have room:
-    `num_fragments` is then the number of transfers in a round, and the transfers have similar sizes.
+    The paper gives the embedding a fragment of its own, and so does `num_fragments` = blocks + 1. With fewer it joins a
+    fragment, or with `split_rows` all that have room: `num_fragments` is then the number of transfers in a round, and the
+    transfers have similar sizes.
     """
     params = _trainable(model)
     inside: dict[Block, list[str]] = {block: [] for block in find_blocks(model)}
@@ -192,11 +193,13 @@ def _by_blocks(
     filling = _Filling(params, num_fragments)
     blocks = [names for names in inside.values() if filling.numel(names)]
     outside |= {names[0]: names for names in inside.values() if names and names not in blocks}
-    if num_fragments > len(blocks):
+    # one more than there are blocks: that is empty until the largest module outside them comes into it
+    most = len(blocks) + any(map(filling.numel, outside.values()))
+    if num_fragments > most:
         raise InputError(
-            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks with values, and each fragment "
-            "needs at least one. Use "
-            + (f"num_fragments <= {len(blocks)}." if len(blocks) > 1 else "fragment_pattern=whole.")
+            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks with values"
+            f"{' and one fragment for what is outside them' if most > len(blocks) else ''}, and each fragment needs something. "
+            "Use " + (f"num_fragments <= {most}." if most > 1 else "fragment_pattern=whole.")
         )
     for names, fragment in zip(blocks, place(list(map(filling.numel, blocks))), strict=True):
         filling.add(names, fragment)

@@ -49,12 +49,16 @@ class About:
         facts: the training and the data; by names in a recipe, JSON-able. Regions, and a resumed run, must have equal values
             unless regions.may_differ has the name.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
+        recipe: what regions get that join without a recipe (`settings/handed.py`); None if a script trains.
+        why_fixed: why the run cannot go on without a lost region, in a sentence; empty if it can.
     """
 
     run: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     first_samples: str = ""
+    recipe: Mapping[str, Any] | None = None
+    why_fixed: str = ""
 
 
 def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About:

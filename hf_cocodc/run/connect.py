@@ -7,12 +7,10 @@ import logging
 import platform
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,13 +22,22 @@ from torch import nn
 
 from .. import __version__
 from ..coordinator.client import Client
-from ..coordinator.hello import DIGEST, FROZEN, check_allowed, compare, in_recipe, packed, side_by_side
+from ..coordinator.hello import (
+    DIGEST,
+    FROZEN,
+    RECIPE,
+    check_allowed,
+    compare,
+    in_recipe,
+    packed,
+    side_by_side,
+)
 from ..coordinator.messages import PROTOCOL, Stop, Welcome, host_of
 from ..coordinator.secret import secret_of
 from ..errors import InputError, RunFinished, spare_traceback
 from ..link.backends import refuse_backend
 from ..link.base import Link
-from ..link.group import RegionGroup
+from ..link.group import RegionGroup, ranks_of_region
 from ..link.lanes import LaneLink
 from ..link.lockstep import loopback
 from ..link.ranks import SharedLink
@@ -39,57 +46,31 @@ from ..link.spreading import spread_all
 from ..link.stopping import StopAgreement
 from ..link.tcp import TcpLink
 from ..link.voice import LEADER
-from ..link.within import ranks_of_region
+from ..net.addresses import parts_of
 from ..net.members import Whereabouts
 from ..net.pacing import congestion_of
 from ..net.wire import Wire
 from ..parts.tensors.flat import contents, digests, offloaded
 from ..resolve import settings
-from ..settings import ENV_REGION, OuterConfig, RegionConfig
+from ..settings import OuterConfig, RegionConfig
+from ..settings.environment import AUTO_LOSS, ENV_REGION
 from ..snapshot.receive import largest_base
 from ..status import say, tell
 from .about import About
-from .progress import announce
+from .progress import announce, in_advance
 from .session import (
     RegionContext,
     RegionSession,
-    keep,
-    keep_lane,
-    lane_of,
     own_address_of,
     session_of,
 )
-from .supported import is_sharded, lanes_of, refuse_fixed, refuse_uneven
+from .supported import OF_STAGES, is_sharded, lanes_of, refuse_uneven
 
 logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 _GLOO_END_S = 0.1
 _NOTHING = About()
-
-
-def own_hello(
-    accelerator: Accelerator,
-    model: nn.Module,
-    config: OuterConfig,
-    regions: RegionConfig,
-    max_steps: int | None,
-    about: About,
-    num_lanes: int,
-    frozen: Sequence[str] | None,
-) -> dict[str, Any]:
-    """What this region tells the others (`hello`). `frozen`: `frozen_tensors` of a sharded model."""
-    return hello(
-        model,
-        {**settings(config), **regions.compared},
-        max_steps,
-        num_lanes,
-        config=about.model,
-        facts=about.facts,
-        first_samples=about.first_samples,
-        allowed=regions.allowed,
-        frozen=frozen,
-    )
 
 
 def show_differences(sentences: Sequence[str]) -> None:
@@ -104,10 +85,7 @@ def hello(
     settings: Mapping[str, Any],
     max_steps: int | None,
     num_lanes: int,
-    *,
-    config: Mapping[str, Any] = MappingProxyType({}),
-    facts: Mapping[str, Any] = MappingProxyType({}),
-    first_samples: str = "",
+    about: About = _NOTHING,
     allowed: Sequence[str] = (),
     frozen: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -116,11 +94,11 @@ def hello(
     Args:
         model: unwrapped. The hello lists its trainable parameters.
         settings: of the method and the link, by their names in OuterConfig and RegionConfig.
-        config: the model's config, as far as it changes the model's function.
-        first_samples: digest of the first samples that this region trains on; empty if unknown.
+        about: the rest of the training.
+        allowed: names of facts that may differ (`regions.may_differ`).
         frozen: lines about the rest of the model, of all ranks if they hold shards; by default `frozen_tensors` of `model`.
     """
-    facts = {"torch": torch.__version__.split("+")[0], **facts}
+    facts = {"torch": torch.__version__.split("+")[0], **about.facts}
     check_allowed(allowed, facts)
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     tensors = frozen_tensors(model) if frozen is None else frozen
@@ -132,15 +110,16 @@ def hello(
         "regions.may_differ": list(allowed),
         "max_steps": max_steps,
         "lanes": num_lanes,
-        "model": dict(config),
+        "model": dict(about.model),
         "facts": facts,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
         DIGEST: hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16],
         FROZEN: packed(tensors),
         "adapter settings": _adapter_settings(model),
-        "first samples": first_samples,
+        "first samples": about.first_samples,
         "versions": {name: version(name) for name in ("transformers", "accelerate")},
         "host": platform.node(),
+        **({} if about.recipe is None else {RECIPE: dict(about.recipe)}),
     }
 
 
@@ -160,10 +139,6 @@ def frozen_tensors(model: nn.Module) -> list[str]:
     """
     held = {name: tensor for name, tensor in contents(model).items() if not tensor.requires_grad}
     return [f"{name} {line}" for name, line in digests(held, offloaded(model)).items()]
-
-
-_COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
-"""Links over which nothing has been trained since their regions compared what they are."""
 
 
 def _let_gloo_end() -> None:
@@ -194,7 +169,9 @@ def connect(
         HandshakeError: regions disagree.
         LinkError: the coordinator or a region cannot be reached in time.
     """
-    regions = regions.resolved()
+    why_fixed = about.why_fixed if stage is None else OF_STAGES
+    asked = regions.resolved()
+    regions = asked.settled(why_fixed)
     count = regions.count
     assert count is not None
     tell(rules={name: getattr(regions, name) for name in ("on_loss", "when_one_ends", "timeout_s")})
@@ -205,8 +182,6 @@ def connect(
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
     is_elastic = regions.elastic and regions.max != 1
-    if is_elastic:
-        refuse_fixed(stage)
     group = ranks_of_region() if num_ranks > 1 and stage is None else None
     if group is not None:
         refuse_uneven(group, max_steps)
@@ -237,28 +212,29 @@ def connect(
             " ".join([first, *(line[-8:] for line in rest)]) for first, *rest in zip(*of_ranks, strict=True)
         ]
 
-    def context(name: str, compared: Mapping[str, Any]) -> RegionContext:
-        assert regions.region is not None and regions.coordinator is not None
+    told = {**settings(config), **regions.compared}
+
+    def mine() -> RegionContext:
+        run = name if stage is None else f"{name}, stage {lane}"
+        assert regions.region is not None
         return RegionContext(
             region=regions.region,
             regions=regions,
-            name=name,
-            compared=compared,
-            host=own_address_of(regions, name),
+            name=run,
+            compared=hello(model, told, max_steps, num_lanes, about, regions.allowed, frozen),
+            host=own_address_of(regions, run),
             keys=keys,
             largest_base=largest_base(model),
             num_lanes=num_lanes,
             lane=lane,
             is_one_voice=sharded and group is not None,
-            device=accelerator.device,
+            device=device,
         )
 
-    def mine() -> RegionContext:
-        told = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
-        return context(name if stage is None else f"{name}, stage {lane}", told)
-
     def meet() -> TcpLink:
-        return _connect(mine())
+        context = mine()
+        wire = context.wire()
+        return _enter(context, _meet(context, bool(regions.join), wire), wire)
 
     what = "the meeting of the regions"
     own: TcpLink | None
@@ -268,10 +244,9 @@ def connect(
         own = _connect_lane(group, mine, what)
         link = LaneLink(own, lane, num_lanes, device, group)
     else:
-        leader = group.lead(meet, what)
-        own = leader  # None on the other ranks
-        link = SharedLink(leader, regions.region, count, device, group, is_elastic)
-    if stage is None and not is_elastic:
+        own = group.lead(meet, what)  # None on the other ranks
+        link = SharedLink(own, regions.region, count, device, group, is_elastic)
+    if stage is None and not regions.leaves_alone:
         request = None if own is None or lane else lambda why: own.send(Stop(why=why))
         agreement = StopAgreement(group, request)
         link.agreement = agreement
@@ -279,24 +254,15 @@ def connect(
             own.agreement = agreement
     elif group is not None:
         link.agreement = StopAgreement(group, None, decides=False)
-    if own is not None:
-        session, lane_session = session_of(own), lane_of(own)
-        if session is not None:
-            keep(link, session)
-        elif lane_session is not None:
-            keep_lane(link, lane_session)
-    _COMPARED.add(link)
+    if session_of(link) is not None:
+        line = in_advance(regions, why_fixed if asked.on_loss == AUTO_LOSS else "", stage is not None)
+        announce("%s", line)
+        say(line, once="a loss")
     return link
 
 
-def _connect(context: RegionContext) -> TcpLink:
-    """Meet the other regions of a run, or join it, and connect to them."""
-    wire = context.wire()
-    return _enter(context, _meet(context, bool(context.regions.join), wire), wire)
-
-
 def _connect_lane(group: RegionGroup, mine: Callable[[], RegionContext], what: str) -> TcpLink:
-    """The same for one rank of a region whose ranks have a lane each: its leader meets the others for all. A collective call."""
+    """Let a rank meet the other regions whose region has a lane in each: its leader meets them for all. A collective call."""
     context = mine()
     client, wire = _client_of_rank(group, context, bool(context.regions.join), what)
     links: list[TcpLink] = []
@@ -322,7 +288,9 @@ def _client_of_rank(
         told = group.of_all(msgspec.to_builtins(wires[0].whereabouts), "where all ranks listen")
         lanes = msgspec.convert(told, list[Whereabouts])
         client = group.lead(
-            lambda: _meet(context, join, wires[0], lanes), what, lambda client: _told(client.welcome)
+            lambda: _meet(context, join, wires[0], lanes),
+            what,
+            lambda client: msgspec.to_builtins(structs.replace(client.welcome, differences=())),
         )
     except BaseException:
         for wire in wires:
@@ -331,7 +299,7 @@ def _client_of_rank(
     if client is not None:
         return LeaderClient(client, lines), wires[0]
     assert context.regions.coordinator is not None
-    host = context.regions.coordinator.rpartition(":")[0].strip("[]")
+    host = parts_of(context.regions.coordinator)[0]
     return RankClient(msgspec.convert(group.heard, Welcome), host, lines[LEADER]), wires[0]
 
 
@@ -342,11 +310,6 @@ def meet_again(group: RegionGroup, lane: RegionSession) -> None:
     lane.part_with()
     client, wire = _client_of_rank(group, lane.context, True, "the way back")
     group.together(lambda: lane.link.begin_again(client, wire), "the way back in each rank")
-
-
-def _told(welcome: Welcome) -> Any:
-    """What other ranks need of it."""
-    return msgspec.to_builtins(structs.replace(welcome, differences=()))
 
 
 def _meet(context: RegionContext, join: bool, wire: Wire, lanes: Sequence[Whereabouts] = ()) -> Client:
@@ -367,7 +330,7 @@ def _meet(context: RegionContext, join: bool, wire: Wire, lanes: Sequence[Wherea
 
 
 def _enter(context: RegionContext, client: AnyClient, wire: Wire) -> TcpLink:
-    """Connect to the regions that have met; a region's leader keeps its session."""
+    """Connect to the regions that have met."""
     link = context.link(client, wire)
     if not client.welcome.joins:
         ways = ", ".join(f"region {region} {way}" for region, way in link.wire.ways.items())
@@ -379,9 +342,7 @@ def _enter(context: RegionContext, client: AnyClient, wire: Wire) -> TcpLink:
             announce("payloads of means travel over %s: %s", *link.carrier)
     if isinstance(client, RankClient):
         link.events = deque(maxlen=0)  # the leader keeps the journal
-        keep_lane(link, RegionSession(context, link))
-    else:
-        keep(link, RegionSession(context, link))
+    link.session = RegionSession(context, link)
     return link
 
 
@@ -397,7 +358,7 @@ def meet(
 ) -> Link:
     """Meet the other regions over a link that is given (`simulate`), or else `connect`. Raises like `connect`.
 
-    Regions compare over a given link what they compare at the coordinator, once before each training (`begin_over`).
+    Regions compare over a given link what they compare at the coordinator.
     """
     if link is None:
         try:
@@ -405,18 +366,13 @@ def meet(
         except RunFinished:
             spare_traceback()
             raise
-    if link in _COMPARED or link.num_regions == 1:
+    if link.num_regions == 1:
         return link
-    mine = own_hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
+    told = {**settings(config), **regions.compared}
+    mine = hello(model, told, max_steps, link.num_lanes, about, regions.allowed)
     text = json.dumps(mine).encode()
     hellos = [json.loads(each) for each in spread_all(link, text, "what it is").values()]
     link.count_broadcasts()  # what crosses the coordinator does not count either
     compare(hellos)
     show_differences(side_by_side(hellos))
-    _COMPARED.add(link)
     return link
-
-
-def begin_over(link: Link) -> None:
-    """Note that a training over `link` begins: before the next one, regions compare anew."""
-    _COMPARED.discard(link)

@@ -8,15 +8,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError, LeftBehind
+from ..link.group import ranks_of_region, wait_for_ranks
 from ..link.log import Marker
 from ..link.records import Ending, Words
 from ..link.spreading import gather
-from ..link.within import ranks_of_region, wait_for_ranks
 from ..net.members import Member
 from ..settings import RegionConfig
 from ..snapshot.checkpoint import Saved
@@ -39,22 +38,12 @@ class News(NamedTuple):
     leaves: str = ""
 
 
-def _news_in(plain: Any) -> News:
-    wants, leaves = plain
-    return News(tuple(Member(*each) for each in wants), leaves)
-
-
 class TooFew(NamedTuple):
     """What a region tells the others while they are too few: whether `regions.wait_s` is over, its ending, and `Link.knows`."""
 
     has_waited: bool
     ending: Ending
     knows: int
-
-
-def _leaders(own: TooFew, session: RegionSession) -> TooFew:
-    """What the leader says, for all its ranks."""
-    return own
 
 
 class Elastic:
@@ -75,7 +64,7 @@ class Elastic:
         end: Callable[[], None],
     ) -> None:
         self._training, self._coast, self._end = training, coast, end
-        self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
+        self._least, self._wait_s, self._folder = regions.least, regions.wait_s or 0.0, folder
         self._leaves = ""  # why it does; empty if it does not
         self._has_left = False
         self._left_behind: LeftBehind | None = None
@@ -162,7 +151,7 @@ class Elastic:
 
     def _act_on_news(self) -> bool:
         """Give newcomers a base; returns whether this region is to leave now."""
-        news = self._training.say(self._news, "what newcomers want", _news_in)
+        news = self._training.say(self._news, "what newcomers want", News)
         if self._training.lane is not None and self._training.session is None:
             self._training.lane.reap()
         for member in news.wants:
@@ -173,12 +162,7 @@ class Elastic:
         return True
 
     def _news(self, session: RegionSession) -> News:
-        session.reap()
-        # the client's thread may change `session.wants` meanwhile
-        now = sorted(member for member in session.wants.copy() if not session.is_ending(member))
-        session.wants.difference_update(now)
-        wanted = tuple(member for member in now if not session.offers_again(member))
-        return News(wanted, session.leaves or self._training.endings.leaves)
+        return News(session.newcomers(), session.leaves or self._training.endings.leaves)
 
     def _give_base(self, member: Member) -> None:
         """Let a newcomer have a base of this moment, and the log from now on. A collective call of the region's ranks."""
@@ -205,15 +189,17 @@ class Elastic:
         except CheckpointError as error:
             if session is not None:
                 logger.warning("region %d gets no base here: %s", member.region, error)
-                session.refuse_base(member, str(error))
+                session.link.post(member, "no_base", why=str(error))
             return
         about = {"run": training.started.get("run", 0), "started": training.started}
+
+        def offered(session: RegionSession) -> Offer:
+            return Offer(next(session.numbers), training.inner_step)
+
         if link.num_lanes == 1:
-            lane.give(member, folder, lane.next_offer(training.inner_step), about)
+            lane.give(member, folder, offered(lane), about)
             return
-        offer = training.say(
-            lambda session: session.next_offer(training.inner_step), "the offer", lambda plain: Offer(*plain)
-        )
+        offer = training.say(offered, "the offer", Offer)
         if session is None:  # first, before a newcomer knows of it
             lane.give(member, folder, offer, about)
         wait_for_ranks(training.accelerator, "the log for a newcomer")
@@ -229,7 +215,7 @@ class Elastic:
             ending = Ending.LEAVING if self._leaves else training.endings.word.ending
             own = TooFew(waited_s > self._wait_s, ending, training.link.knows)
             if training.link.num_lanes > 1:  # the clocks of all ranks differ
-                own = training.say(partial(_leaders, own), "how long it waits", lambda plain: TooFew(*plain))
+                own = training.say(lambda session, own=own: own, "how long it waits", TooFew)  # type: ignore[misc]
             answers = gather(training.link, own, f"who waits for more regions at step {step}")
             self._training.journal.write_earlier()
             training.endings.hear({region: each.ending for region, each in answers.items()}, step)

@@ -131,7 +131,7 @@ class Endings:
         if self._link.is_elastic and self._policy == "continue":
             self.leaves = self.leaves or reason
             return
-        if agreement is not None and agreement.decides and self._link.num_regions == 1:
+        if agreement is not None and agreement.decides and self._link.most_regions == 1:
             return  # its ranks must not end one by one
         if self.word.ending is not Ending.INTERRUPTED:
             self.tell(ending=Ending.INTERRUPTED)
@@ -148,8 +148,8 @@ class Endings:
         A single region needs no transfer; unless its ranks hear of each other's words in no other way.
         """
         agreement = self._link.agreement
-        has_agreement = agreement is not None and agreement.decides
-        if self._link.num_regions == 1 and (has_agreement or not isinstance(self._link, SharedLink)):
+        is_alone = agreement is not None and agreement.decides and self._link.most_regions == 1
+        if self._link.num_regions == 1 and (is_alone or not isinstance(self._link, SharedLink)):
             words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)

@@ -3,6 +3,8 @@
 `docs/reference/journal.md` says what the fields mean.
 """
 
+import functools
+import operator
 import re
 import sys
 from typing import Annotated, Any
@@ -10,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from ..net.validation import Count
+from ..validation import Count
 
 MOST_NUMBERED = 10**5
 """No run has so many regions or fragments."""
@@ -94,6 +96,10 @@ class SaveEvent(TimedEvent):
     pass
 
 
+class PullEvent(TimedEvent):
+    pass
+
+
 class SendEvent(TimedEvent, kw_only=True):
     fragment: Numbered
     numel: Count | None = None
@@ -104,6 +110,7 @@ class LandEvent(TimedEvent, kw_only=True):
     sent_at: Count
     staleness: Count | None = None
     outer_grad_norm: Number | None = None
+    cosine: Number | None = None
     bytes_sent: Count | None = None
     transfer_s: Seconds | None = None
     rested_s: Seconds | None = None
@@ -181,6 +188,12 @@ class WaysEvent(Event):
     ways: dict[str, str]
 
 
+class DealEvent(Event):
+    samples: dict[RegionName, Count]
+    speeds: dict[RegionName, Number] = {}
+    why: str = ""
+
+
 class LinkEvent(Event):
     link: str
     why: str = ""
@@ -202,44 +215,18 @@ class ErrorEvent(Event):
     exit_code: int | None = None
 
 
-_ALL = (
-    *(
-        StartEvent,
-        ResumeEvent,
-        LogEvent,
-        EvaluateEvent,
-        SaveEvent,
-        SendEvent,
-        LandEvent,
-        VoidEvent,
-        SitOutEvent,
-        GuardEvent,
-        BeginAnewEvent,
-        BestEvent,
-        EpochEvent,
-    ),
-    *(
-        RetryEvent,
-        LateEvent,
-        LeftEvent,
-        JoinEvent,
-        AwayEvent,
-        WaysEvent,
-        LinkEvent,
-        NoteEvent,
-        FinishEvent,
-        ErrorEvent,
-    ),
-)
+def _kinds(of: type[Event]) -> list[type[Event]]:
+    return [kind for each in of.__subclasses__() for kind in (each, *_kinds(each))]
+
+
+_ALL = [each for each in _kinds(Event) if each is not TimedEvent]
 FIELDS = {
     str(each.__struct_config__.tag): frozenset(field.encode_name for field in msgspec.structs.fields(each))
     for each in _ALL
 }
 """The fields of each kind of event."""
 _OPEN = frozenset({"log", "evaluate"})
-_ANY: Any = None
-for _each in _ALL:
-    _ANY = _each if _ANY is None else _ANY | _each
+_ANY: Any = functools.reduce(operator.or_, _ALL)
 
 
 def refuse_unknown(kind: str, facts: Any) -> None:

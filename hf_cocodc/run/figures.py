@@ -1,6 +1,8 @@
 """The figures of a run in words. The summaries of a command and of a script, the report and the model card all say them so."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+_MOST_SHARES = 8
 
 
 def outer_steps(total: int, fragments: int, times: str = "") -> str:
@@ -35,6 +37,20 @@ def sent(own: float, data_parallel: float) -> str:
         f" ({data_parallel / own:.0f} times as much)" if own else ""
     )  # one that was alone has sent nothing
     return f"{amount(own)}; data-parallel training would have sent {amount(data_parallel)}{ratio}"
+
+
+def shares(samples: Mapping[int, int], speeds: Mapping[int, float] | None = None) -> str:
+    """What each region has of a global batch, and how many samples a second it makes, if that is known; of many, the first ones.
+
+    >>> shares({0: 12, 1: 4}, {0: 3.0, 1: 1.0})
+    'region 0: 12 (3 a second), region 1: 4 (1 a second)'
+    """
+    parts = [f"region {region}: {count}" for region, count in samples.items()][:_MOST_SHARES]
+    if speeds is not None:
+        named = zip(parts, samples, strict=False)
+        parts = [f"{part} ({speeds[region]:.3g} a second)" for part, region in named]
+    more = len(samples) - len(parts)
+    return ", ".join([*parts, f"and {more} more regions the rest"] if more else parts)
 
 
 def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..engine.shares import unknown_tokens
 from ..errors import InputError, shown
-from ..link.within import ranks_of_region
+from ..link.group import ranks_of_region
 from ..newer import INNER
 from ..parts.tensors.memory import is_capturing
 from .copies import Copies

@@ -9,8 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, load_fsdp_optimizer, save_fsdp_optimizer
+from torch import nn
 
+from ..engine.balance import Batch
+from ..errors import InputError
+from ..parts.deal import OWN
 from ..snapshot.donor import Inner
+from .feed import ORDER_SEED, DealtBatches, DealtSamples, Now, is_shuffled
+from .shards import facts_of_shards, note_order
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,21 @@ class Loop(Protocol):
     @property
     def keeps_link(self) -> bool: ...
 
+    @property
+    def batch(self) -> Batch:
+        """Of this region, by its own settings."""
+        ...
+
+    def deal(self, micro_batches: int) -> None:
+        """From the next inner step on, this region has so many micro-batches in each (`regions.balance`)."""
+        ...
+
+    def refuse_undealt(self, rule: str | None, micro_batches: int) -> None:
+        """Raise InputError if this loop does not train what it was dealt by this `rule` (`RegionConfig.rule_of_batch`): so many
+        micro-batches in this inner step. Called with each micro-batch.
+        """
+        ...
+
     def inner(self) -> Inner:
         """The rest of the training, for newcomers."""
         ...
@@ -44,6 +65,12 @@ class Loop(Protocol):
         """Go on from another region's base, in the same process."""
         ...
 
+    def save_model(self, folder: Path, model: nn.Module) -> None:
+        """Save an unwrapped model, which holds the global weights, so that `from_pretrained` loads it. A collective call of the
+        region's ranks. Raises InputError if it cannot be saved.
+        """
+        ...
+
     def stand_in(self) -> None:
         """After an inner step whose rest the loop leaves out, because this region trains no more or not yet: do what else the
         others need of it then.
@@ -52,13 +79,81 @@ class Loop(Protocol):
 
 
 class PlainLoop:
-    """A loop of a user's own, as far as its accelerator shows it."""
+    """A loop of a user's own, as far as its accelerator shows it.
+
+    `is_dealt`: samples are dealt to it (`regions.shards`), and its first dataloader has all of the data. Raises InputError if it
+    has not.
+    """
 
     started = None
     keeps_link = False
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, is_dealt: bool = False) -> None:
+        self._accelerator, self._is_dealt = accelerator, is_dealt
+        self._batches: DealtBatches | None = None
+        self.facts: dict[str, Any] = {}
+        """What regions compare of the data."""
+        if is_dealt:
+            if self._loader is None:
+                raise InputError(
+                    "regions.shards=dealt deals samples by their numbers: give a dataloader with all of the data (map-style) to "
+                    "accelerator.prepare before the OuterOptimizer is made, and read from outer.batches(loader)."
+                )
+            shuffles = is_shuffled(self._loader)
+            note_order(self._loader.dataset)
+            self.facts = {"data.shuffle": shuffles, **facts_of_shards()}
+
+    @property
+    def _loader(self) -> Any:
+        """The first dataloader that is prepared; None without one."""
+        loaders = self._accelerator._dataloaders
+        return loaders[0] if loaders else None
+
+    def batches(self, loader: Any, now: Now) -> DealtBatches:
+        """The micro-batches of this region, without an end. Raises InputError if they cannot be read from this loader."""
+        if loader is not self._loader:
+            raise InputError(
+                "outer.batches(loader): regions count the samples of the first dataloader that accelerator.prepare has returned, "
+                "and this is another one. Prepare it before the OuterOptimizer is made, and before any other dataloader."
+            )
+        seed = ORDER_SEED if is_shuffled(loader) else None
+        samples = DealtSamples(len(loader.dataset), 1, seed, now, is_own=not self._is_dealt)
+        loader.set_sampler(samples)
+        self._batches = DealtBatches(loader, now)
+        return self._batches
+
+    @property
+    def batch(self) -> Batch:
+        """By the first dataloader that is prepared; without one, micro-batches count as samples."""
+        unit = getattr(self._loader, "total_batch_size", None)
+        unit = unit if isinstance(unit, int) and unit > 0 else self._accelerator.num_processes
+        return Batch(unit * self._accelerator.gradient_accumulation_steps, unit)
+
+    def deal(self, micro_batches: int) -> None:
+        self._accelerator.gradient_accumulation_steps = micro_batches
+        self._accelerator.step = 0  # accumulate() counts from here
+
+    def refuse_undealt(self, rule: str | None, micro_batches: int) -> None:
+        accelerator = self._accelerator
+        if self._batches is None and self._is_dealt:
+            raise InputError(
+                "regions.shards=dealt deals samples, and this loop reads others: let it read from outer.batches(loader) instead "
+                "of from loader."
+            )
+        if self._batches is not None and accelerator.sync_gradients and self._batches.given != micro_batches:
+            raise InputError(
+                f"this inner step has {micro_batches} micro-batches, and the loop has read {self._batches.given} from "
+                "outer.batches. Read one for each `with accelerator.accumulate(model):`, optimizer.step() and outer.step() "
+                "included."
+            )
+        if rule in (None, OWN):
+            return
+        if not accelerator.step and not accelerator.gradient_state.end_of_dataloader:
+            raise InputError(
+                "regions.balance=auto changes the number of micro-batches of an inner step, and this loop does not count them. "
+                "Put `with accelerator.accumulate(model):` around the work on each micro-batch, optimizer.step() and "
+                "outer.step() included; or remove regions.balance."
+            )
 
     def inner(self) -> Inner:
         states = {}
@@ -108,6 +203,16 @@ class PlainLoop:
 
     def take_over(self, base: Path) -> None:
         """Nothing of a plain loop is in a base beside what is trained."""
+
+    def save_model(self, folder: Path, model: nn.Module) -> None:
+        save_pretrained = getattr(model, "save_pretrained", None)
+        if save_pretrained is None:
+            raise InputError(
+                f"{type(model).__name__} has no save_pretrained. Take the weights from a checkpoint (accelerator.save_state)."
+            )
+        weights = self._accelerator.get_state_dict(model)  # shards come from all ranks
+        if self._accelerator.is_main_process:
+            save_pretrained(folder, state_dict=weights)
 
     def stand_in(self) -> None:
         """A plain loop does nothing together with other regions."""

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from ..errors import InputError
 from ..parts.blocks import find_blocks
 
+BETAS = (0.9, 0.99)
+"""Of AdamW beside Muon, as MuLoCo's authors have them."""
+
 
 class MuonAdamW(torch.optim.Optimizer):
     """One optimizer of two: `torch.optim.Muon` for matrices, `torch.optim.AdamW` for the rest. See `muon`.
@@ -33,9 +36,9 @@ class MuonAdamW(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        betas: tuple[float, float] = (0.9, 0.95),
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        betas: tuple[float, float] = BETAS,
         eps: float = 1e-8,
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
@@ -81,27 +84,29 @@ def muon(
     *,
     lr: float,
     weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    betas: tuple[float, float] = (0.9, 0.95),
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    betas: tuple[float, float] = BETAS,
     eps: float = 1e-8,
 ) -> MuonAdamW:
     """The inner optimizer of MuLoCo (2505.23725): Muon inside a model's blocks, AdamW for embeddings, head, norms and biases.
 
     ::
 
-        B <- mu B + (1 - mu) G ;  O = orthogonalize((1 - mu) G + mu B) ;  W <- (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) O
+        B <- mu B + (1 - mu) G ;  O = orthogonalize(B) ;  W <- (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) O
 
     for each matrix W (a, b) with the gradient G; mu is `momentum`, wd is `weight_decay`. The factor 0.2 sqrt(max(a, b)) makes a
     step as large as one of AdamW (2502.16982): one `lr` and one `weight_decay`, those that you would take for AdamW, serve
-    both. Norms and biases have no weight decay. Without `nesterov`, O = orthogonalize(B).
+    both. Norms and biases have no weight decay. With `nesterov`, O = orthogonalize((1 - mu) G + mu B).
+
+    Momentum and betas are those of MuLoCo's authors, which our study found better than 0.95 with a Nesterov step and 0.95
+    (docs/methods/muloco.md).
 
     Give it to `Trainer(optimizers=(muon(model, lr=...), None))`, or prepare it and give it to `OuterOptimizer`. A recipe writes
-    `training: {optim: muon}`, and `optim_args: "momentum=0.9,nesterov=false"` beside it for the values of MuLoCo's authors.
+    `training: {optim: muon}`, and what it needs of `optim_args: "momentum=0.95,nesterov=true"` and `adam_beta2` beside it.
 
-    Differs from the paper: its learning rate is scaled by sqrt(a / b), and is about 0.02; its Muon has a momentum of 0.9 and no
-    Nesterov step, its AdamW a second beta of 0.99. Experts that are stacked in one tensor of three dimensions are left to
-    AdamW; routers inside blocks are not.
+    Differs from the paper: its learning rate is scaled by sqrt(a / b), and is about 0.02. Experts that are stacked in one tensor
+    of three dimensions are left to AdamW; routers inside blocks are not.
 
     Args:
         model: before `accelerator.prepare`; only parameters with requires_grad are trained.

@@ -6,20 +6,19 @@ comes back in the same process.
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from ..errors import DonorLost, LeftBehind, RunFinished, RunOver
+from ..link.group import ranks_of_region, wait_for_ranks
 from ..link.lanes import LaneLink
-from ..link.log import Marker, from_plain
+from ..link.log import Marker
 from ..link.ranks import SharedLink
 from ..link.tcp import TcpLink
-from ..link.within import ranks_of_region, wait_for_ranks
 from ..snapshot import checkpoint as disk
 from ..status import say, tell
 from .connect import meet_again
 from .progress import announce
 from .resuming import get_base
-from .session import RegionSession, source_in
+from .session import RegionSession, Source
 from .training import Training
 
 logger = logging.getLogger(__name__)
@@ -27,14 +26,6 @@ logger = logging.getLogger(__name__)
 _MARKER_S = 1.0
 MAX_MISSED = 8
 """A region that has missed more rounds than these gives up what it has trained and the others do not have."""
-
-
-def _marker_in(plain: Any) -> Marker | None:
-    if plain is None:
-        return None
-    marker = from_plain({"marker": plain})
-    assert isinstance(marker, Marker)
-    return marker
 
 
 class JoiningRank:
@@ -64,7 +55,7 @@ class JoiningRank:
         while True:
             try:
                 marker = training.say(
-                    lambda session: session.link.next_marker(_MARKER_S), "the others' progress", _marker_in
+                    lambda session: session.link.next_marker(_MARKER_S), "the others' progress", Marker | None
                 )
                 if marker is None:
                     continue
@@ -169,7 +160,7 @@ class JoiningRank:
         self._owes = True  # bases are given before it
         if training.link.num_lanes > 1:
             assert lane is not None
-            source = training.say(lambda session: session.source, "whose log it is", source_in)
+            source = training.say(lambda session: session.source, "whose log it is", Source)
             follows = training.session is None
             ranks_of_region().together(
                 lambda: lane.follow_lane(source) if follows else None, "the logs of all ranks"

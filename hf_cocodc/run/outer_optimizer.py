@@ -1,9 +1,10 @@
 """The outer optimizer: trains one model across regions from an ordinary Accelerate loop."""
 
 import contextlib
+import dataclasses
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from ..errors import (
     spare_traceback,
 )
 from ..link.base import Link
+from ..link.lockstep import LockstepLink
 from ..link.records import Ending
 from ..parts.tensors.memory import is_capturing
 from ..resolve import from_config
@@ -31,16 +33,17 @@ from ..settings import OuterConfig, RegionConfig
 from ..settings.given import settings_of
 from ..snapshot.checkpoint import Saved
 from .about import About, of_loop
-from .connect import begin_over, meet
+from .absences import Absences
+from .connect import meet
 from .elastic import Elastic
 from .endings import loss_in_words
-from .fresh_start import ruined_at_the_end
+from .giving import Giving
 from .inner_optimizer import InnerOptimizer, Tokens
 from .loop import Loop, PlainLoop
 from .resuming import Loaded, start_point
 from .saving import hook_into_saving, seal, write
 from .supported import claim, length_of, refuse_second, refuse_unsupported
-from .training import Training
+from .training import Training, ruined_at_the_end
 
 
 class OuterOptimizer:
@@ -124,19 +127,29 @@ class OuterOptimizer:
         stage: tuple[int, int] | None = None,
         loop: Loop | None = None,
     ) -> None:
+        self._plain: PlainLoop | None = None
         config, regions = settings_of("OuterOptimizer", config, regions)
         max_steps = length_of(max_steps)
         method = from_config(config)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
+        if stage is not None and regions.rule_of_batch is not None:
+            raise InputError(
+                "regions.balance=auto and regions.shards=dealt are not supported with pipeline stages: stages of a region land "
+                "at different steps, and must have the same micro-batches. Remove both."
+            )
         refuse_second(bare)
         inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
         )
-        about, loop = about or of_loop(accelerator, bare, optimizer), loop or PlainLoop(accelerator)
+        if loop is None:
+            loop = self._plain = PlainLoop(accelerator, regions.shards == "dealt")
+        about = about or of_loop(accelerator, bare, optimizer)
+        if self._plain is not None:
+            about = dataclasses.replace(about, facts={**self._plain.facts, **about.facts})
         is_own_link = link is None
-        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=about)
-        begin_over(link)
+        if link is None or self._plain is not None:  # Trainer's regions have met
+            link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=about)
         self.training = Training(
             link=link,
             accelerator=accelerator,
@@ -148,23 +161,30 @@ class OuterOptimizer:
             config=config,
             allowed=regions.allowed,
             max_steps=max_steps,
+            rule_of_batch=regions.rule_of_batch,
+            is_dealt=regions.shards == "dealt",
             has_stages=stage is not None,
         )
-        self.elastic: Elastic | None = None
+        self.elastic: Elastic | Absences | None = None
         self._undo: list[Callable[[], object]] = []
-        self._has_read_verdict = False
+        self._has_read_verdict = self._shows_own = False
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
         try:
             start = start_point(link, accelerator, bare, inner, saved, loaded, journal, loop.started)
             self.training.begin(start, path, regions.when_one_ends)
             self._hook()
-            if link.is_elastic:
+            if isinstance(link, LockstepLink) and link.is_elastic:
+                self.elastic = Absences(self.training, link, regions)
+            elif link.is_elastic:
                 self.elastic = Elastic(
                     self.training, regions.resolved(), start.bases, self.coast_one, self.end
                 )
+            if self.elastic is not None:
                 self._undo.append(self.elastic.close)
-            self._undo.append(self.training.progress.close)
+            home = None if journal is None else Path(journal).absolute().parent
+            self._giving = Giving(self.training, self.own_global_weights, home, self._place)
+            self._undo += [self._giving.close, self.training.progress.close]
             if loop.started is None or not start.is_new:
                 self.begin(start.is_new)
         except BaseException as error:
@@ -220,6 +240,40 @@ class OuterOptimizer:
     def inner_step(self) -> int:
         """Inner steps made so far."""
         return self.training.inner_step
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this region's next inner step (each rank makes so many); they change only in `step`, with
+        `regions.balance=auto`. A loop with `accelerator.accumulate` follows by itself.
+        """
+        return self.training.micro_batches
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """This region's micro-batches from the next inner step on, until `should_stop`: iterate over them instead of `loader`.
+
+        They go on from pass to pass over the data. Which samples an inner step has follows from its number and from the deals of
+        the regions alone, so a resumed loop goes on exactly where it was, also with `regions.balance=auto`. With
+        `regions.shards=dealt` the loader has all of the data, and each sample goes to one region in each pass; else it has this
+        region's part (`region_shard`). If it shuffles, each pass has an order of its own, equal in all regions.
+
+        Args:
+            loader: the first dataloader that `accelerator.prepare` has returned, over map-style data; its sampler is replaced.
+
+        Raises:
+            InputError: it is another one, its data are a stream, or a sampler of your own chooses the samples.
+        """
+        if self._plain is None:
+            raise InputError("outer.batches is for a loop of your own: this Trainer reads what it is dealt.")
+        batches = self._plain.batches(loader, lambda: (self.synchronizer.portion, self.inner_step + 1))
+
+        def read() -> Iterator[Any]:
+            try:
+                while not self.should_stop:
+                    yield next(batches)
+            finally:
+                batches.close()
+
+        return read()
 
     @property
     def verdict(self) -> str | None:
@@ -430,11 +484,14 @@ class OuterOptimizer:
         if tokens is not None:
             self.training.tokens.note(tokens)
         self.training.inner.count()
+        self.training.loop.refuse_undealt(self.training.rule_of_batch, self.micro_batches)
         if not self.training.accelerator.sync_gradients:
             return
         if loss is not None:
             self.note_loss(loss)
         self._advance(self.training.inner.take_lr())
+        if not self.should_stop:
+            self._giving.after_step()
         self.training.journal.check()
 
     def note_lr(self) -> None:
@@ -494,11 +551,20 @@ class OuterOptimizer:
         """The same without asking the other regions: with eager updates each region has its own global weights.
 
         A collective call of the region's ranks. If not `everywhere`, DDP ranks do not ask each other either: only rank 0 shows
-        the global weights, which is enough to save them.
+        the global weights, which is enough to save them. Inside itself, the block changes nothing.
         """
-        if self.finished:
+        if self.finished or self._shows_own:
             return contextlib.nullcontext()
-        return self.training.engine.global_weights(averaged=False, everywhere=everywhere)
+        return self._own_shown(everywhere)
+
+    @contextlib.contextmanager
+    def _own_shown(self, everywhere: bool) -> Iterator[None]:
+        self._shows_own = True
+        try:
+            with self.training.engine.global_weights(averaged=False, everywhere=everywhere):
+                yield
+        finally:
+            self._shows_own = False
 
     def __enter__(self) -> "OuterOptimizer":
         return self

@@ -1,7 +1,8 @@
 """Says how far a region's training has come: to the command that has started it (see `status`), and what changes, in the log.
 
 The command has no other source. It hears, beside `doing`: `step` (the inner step; not before the region takes part), `max_steps`
-(0 if unknown), `steps_made`, `trained_s` and `blocked_s` (in this process), `stepped_at` (seconds since the epoch), `awaits` (the
+(0 if unknown), `steps_made`, `batches_made` (by the region's own settings: with a dealt share an inner step has more or less than
+one), `trained_s` and `blocked_s` (in this process), `stepped_at` (seconds since the epoch), `awaits` (the
 region for which a transfer waits), `loss` (the last one, None if unknown), `landed` (inner step of the last landing), `saved_at`
 (of the newest checkpoint here), `saved_everywhere`, `folder` (where the region writes; None without a journal), `has_stopped`
 (with all others), `rules` (of the run: fields of RegionConfig), `members` and `epoch` (of runs whose regions come and go).
@@ -17,8 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..coordinator.hello import may_differ
+from ..engine.balance import Batch
 from ..errors import short
-from ..settings import ENV_RESUME
+from ..parts.deal import FIXED, PER_REGION
+from ..settings import RegionConfig
+from ..settings.environment import ENV_RESUME
 from ..status import ENV_STATUS, LEFT, is_heard, say, tell
 from . import figures
 
@@ -33,6 +38,12 @@ _WAY_BACK = (
     "A process that lives comes back by itself. For a region whose process has died, start its command again; one that still "
     "runs has said how to bring it back."
 )
+
+_READ = {
+    False: "Until a lost region is back, nobody reads its part of the data.",
+    True: "The others read on in the place of a lost region; nobody reads what was dealt to it since its last send that landed.",
+}
+"""What happens to the data of a lost region, by whether samples are dealt."""
 
 
 def announce(message: str, *args: object) -> None:
@@ -49,6 +60,8 @@ class Progress:
         self._members: list[int] = []
         self._losses = 0
         self._began_at = self._stepped_at = self._ended_at = self._blocked_before = 0.0
+        self._coasted = 0
+        self.batches_made = 0.0
         self._first_step = 0
         self._has_warned = False
         self._ended = threading.Event()
@@ -67,10 +80,12 @@ class Progress:
         if is_heard():
             self._thread.start()
 
-    def stepped(self) -> None:
-        """An inner step is made."""
+    def stepped(self, trained: bool = True, batches: float = 1.0) -> None:
+        """An inner step is made, or only counted (not `trained`); it had so many of the region's own `batches`."""
         if not self._began_at:  # a newcomer goes along with the others, and does not take part yet
             return
+        self._coasted += not trained
+        self.batches_made += batches if trained else 0.0
         is_first = self._stepped_at == self._began_at
         self._stepped_at = time.time()
         if is_first:
@@ -132,6 +147,11 @@ class Progress:
         others = figures.data_parallel_bytes(training.engine.num_params, training.inner_step, same)
         rows = {
             "finished": f"{training.inner_step} inner steps"
+            + (
+                f", {self._coasted} of them not trained here, to keep step with the others"
+                if self._coasted
+                else ""
+            )
             + ("" if regions == 1 else f"; the models of all {regions} regions are equal"),
             "outer steps": figures.outer_steps(totals.landings, fragments),
             "training blocked": figures.blocked(blocked_s, trained_s),
@@ -156,6 +176,10 @@ class Progress:
                 self._landed = facts["step"]
             case "note":
                 say(facts["message"], once=facts["message"])
+            case "deal":
+                line = _deal(facts)
+                announce(line)
+                say(line, once=f"deal {facts['step']}")
             case "evaluate":
                 say(_evaluation(facts), by_one=True)
             case "resume" if "joins" not in facts:
@@ -173,9 +197,21 @@ class Progress:
             why = f" ({short(event['why'], _LONGEST_WHY)})" if event["why"] else ""
             who = "only region" if len(members) == 1 else f"{len(members)} regions:"
             line = f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}"
-            logger.warning("%s", f"{line}. {_WAY_BACK}" if lost else line)
+            if self._members and self._members != members:
+                line += f". {of_batch(*self._batch, len(self._members), len(members))}"
+            line += f" {_READ[self._training.is_dealt]}" if lost else ""
+            is_real = self._training.link.timing == "measured"
+            logger.warning("%s", f"{line} {_WAY_BACK}" if lost and is_real else line)
             say(line, once=f"epoch {epoch}", lost=sorted(lost), hint=_WAY_BACK)
         self._members, self._losses = members, losses
+
+    @property
+    def _batch(self) -> tuple[str | None, Batch | None]:
+        """The rule of the global batch, and the batch of each region, if all have the same."""
+        training = self._training
+        # a plain loop's regions do not compare theirs
+        is_alike = training.loop.started is not None and not may_differ("batch", training.allowed)
+        return training.rule_of_batch, training.batch if is_alike else None
 
     def _tell_regularly(self) -> None:
         while not self._ended.wait(TELL_S):
@@ -188,6 +224,7 @@ class Progress:
             doing,
             step=training.inner_step,
             steps_made=training.inner_step - self._first_step,
+            batches_made=self.batches_made,
             trained_s=time.time() - self._began_at,
             blocked_s=training.engine.totals.blocked_s - self._blocked_before,
             stepped_at=self._stepped_at,
@@ -200,6 +237,12 @@ class Progress:
         )
 
 
+def _deal(event: Mapping[str, Any]) -> str:
+    samples = event["samples"]
+    parts = figures.shares(samples, event["speeds"])
+    return f"step {event['step']}: the global batch of {sum(samples.values())} samples is dealt anew ({event['why']}): {parts}"
+
+
 def _evaluation(event: Mapping[str, Any]) -> str:
     shown = ", ".join(
         f"{name.removeprefix('eval_')} {event[name]:.3f}"
@@ -207,3 +250,43 @@ def _evaluation(event: Mapping[str, Any]) -> str:
         if isinstance(event.get(name), int | float)  # a script's own metric of this name need not be a number
     )
     return f"step {event['step']}: held out, {event['weights']} weights: {shown}"
+
+
+def in_advance(regions: RegionConfig, why_fixed: str = "", has_stages: bool = False) -> str:
+    """What happens when a region is lost, in a run with these settings, which are settled.
+
+    Args:
+        why_fixed: why the run, which would by default, cannot go on without it; empty if it can.
+        has_stages: each rank of a region holds a pipeline stage.
+
+    >>> in_advance(RegionConfig(count=2, on_loss="continue", min=1)).partition(":")[0]
+    'if a region is lost, the others train on without it until it is back'
+    """
+    if regions.elastic:
+        return (
+            "if a region is lost, the others train on without it until it is back: at least "
+            f"{regions.least} of {regions.count} (regions.min). With regions.on_loss=stop they would stop."
+        )
+    ends = "the run ends" if has_stages else "the others stop at one step, with a checkpoint"
+    return f"if a region is lost, {ends} (regions.on_loss=stop)" + (f": {why_fixed}" if why_fixed else "")
+
+
+def of_batch(rule: str | None, batch: Batch | None, before: int, now: int) -> str:
+    """What the batch and the learning rates are from here on, where there are `now` regions, and there were others `before`.
+
+    Args:
+        rule: of the global batch (`RegionConfig.rule_of_batch`).
+        batch: of each region; None if they may differ.
+
+    >>> of_batch(None, Batch(4, 4), 2, 1)
+    'The global batch is 4 samples an inner step (before: 8); the learning rates stay as they are.'
+    """
+    if rule == FIXED:
+        what = "The global batch stays as large as it was: those that are there share it"
+    elif rule == PER_REGION:
+        what = "The global batch is the sum of the batches of those that are there"
+    elif batch is None:
+        what = "Each region keeps its own batch"
+    else:
+        what = f"The global batch is {now * batch.samples} samples an inner step (before: {before * batch.samples})"
+    return f"{what}; the learning rates stay as they are."

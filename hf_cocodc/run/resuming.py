@@ -7,25 +7,24 @@ import logging
 import secrets
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 from torch import nn
 
-from ..auto import warnings_of
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
+from ..link.group import main_says, ranks_of_region
 from ..link.part import Standing
 from ..link.spreading import gather, spread
-from ..link.within import main_says, ranks_of_region
 from ..resolve import value_in
-from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
 from ..snapshot.manifest import FOLDER
-from ..snapshot.receive import Received, received_in
+from ..snapshot.receive import Received
 from ..snapshot.resume import CanResume, damage_here
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
@@ -98,9 +97,8 @@ def joins(link: Link, accelerator: Accelerator) -> bool:
         return False
 
     def is_joining() -> bool:
-        session = session_of(link)
-        assert session is not None
-        return session.link.standing is Standing.JOINING
+        session = session_of(link)  # none in a simulation
+        return session is not None and session.link.standing is Standing.JOINING
 
     return main_says(link, accelerator, is_joining, "whether this region joins")
 
@@ -118,29 +116,7 @@ def get_base(link: Link, accelerator: Accelerator, folder: Path) -> Received:
         assert session is not None
         return session.get_base(folder)
 
-    return main_says(link, accelerator, get, "a base from another region", received_in)
-
-
-def place_for_bases(link: Link, accelerator: Accelerator, journal: str | Path | None) -> Path:
-    """A folder for bases that all ranks of the region reach: beside the journal, if there is one."""
-    if journal is not None or not link.is_elastic:
-        return Path(journal or ".").absolute().parent
-    return Path(
-        main_says(link, accelerator, lambda: tempfile.mkdtemp(prefix="hf_cocodc-"), "a folder for bases")
-    )
-
-
-def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> tuple[Saved, int]:
-    """Get a base for a plain loop, which continues from it: the engine's state, and the run's number. Raises like
-    `get_base`.
-    """
-    received = get_base(link, accelerator, folder)
-    base = received.folder
-    saved = disk.read_own(link, base)
-    PlainLoop(accelerator).load_inner(base)
-    # global params come with the engine: this is what is not trained, such as buffers
-    local_weights.restore(model, base, (), link.lane)
-    return saved, received.run
+    return main_says(link, accelerator, get, "a base from another region", Received)
 
 
 class StartPoint(NamedTuple):
@@ -174,21 +150,23 @@ def start_point(
     A collective call of all regions where none joins. `started`: what they have agreed on before, with `saved`, if they have.
     Raises like `agree_on_beginning`, and LinkError if no member of the run that it joins gives a base.
     """
-    bases, is_new = place_for_bases(link, accelerator, journal), joins(link, accelerator)
+    is_new = joins(link, accelerator)
+    if journal is not None or not link.is_elastic:
+        bases = Path(journal or ".").absolute().parent
+    else:  # all ranks of the region must reach it
+        make = partial(tempfile.mkdtemp, prefix="hf_cocodc-")
+        bases = Path(main_says(link, accelerator, make, "a folder for bases"))
     if started is None:
         if is_new and saved is None:
-            saved, run = read_base(link, accelerator, model, bases)
+            received = get_base(link, accelerator, bases)
+            saved, run = disk.read_own(link, received.folder), received.run
+            PlainLoop(accelerator).load_inner(received.folder)
+            # global params come with the engine: this is what is not trained, such as buffers
+            local_weights.restore(model, received.folder, (), link.lane)
         else:
             saved, run = agree_on_beginning(link, accelerator, model, inner, saved, loaded)
         started = {"run": run}
     return StartPoint(saved, started, is_new, bases)
-
-
-def warn_of_losses(link: Link, accelerator: Accelerator, config: OuterConfig, max_steps: int | None) -> None:
-    """Warn of what the settings of a run throw away, or do in vain."""
-    if accelerator.is_main_process and link.region == link.members[0]:  # all regions have these settings
-        for warning in warnings_of(config, max_steps):
-            logger.warning(warning)
 
 
 def agree_on_beginning(
@@ -218,7 +196,9 @@ def agree_on_beginning(
                 "loaded a checkpoint, call it after OuterOptimizer(...), or name the folder: OuterOptimizer(..., loaded=folder). "
                 "If a new run is to begin with a model that was trained before, say OuterOptimizer(..., loaded=False)."
             )
-        if saved is not None or not _is_ours(link, accelerator, folder):
+        # whether an outer optimizer has saved its part there, or begun to
+        ours = partial(Path.is_dir, folder / FOLDER) if folder is not None else bool
+        if saved is not None or not main_says(link, accelerator, ours, "what was loaded"):
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
@@ -239,13 +219,6 @@ def agree_on_beginning(
     if saved is None and checkpoint is not None:
         logger.info("region %d goes on from %s, at step %d", link.region, folder, checkpoint.facts.step)
     return checkpoint, origins[first].run
-
-
-def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
-    """Whether an outer optimizer has saved its part, or begun to, where the accelerator has loaded from."""
-    return main_says(
-        link, accelerator, lambda: folder is not None and (folder / FOLDER).is_dir(), "what was loaded"
-    )
 
 
 def _has_begun(accelerator: Accelerator, inner: InnerOptimizer) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..errors import expanded
-from ..link.within import main_says, wait_for_ranks
+from ..link.group import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
 from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Saved
 from .resuming import in_all, refuse_damaged, restore_buffers
+from .stateful import go_to_passes, note_passes, refuse_inexact
 from .training import Training
 
 
@@ -71,6 +72,7 @@ def hook_into_saving(
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         folder[:] = [Path(output_dir)]
         training.inner.warn_of_unsaved(accelerator)
+        note_passes(accelerator)
         write(training, folder[0])
 
     def before_loading(models: Any, input_dir: str) -> None:
@@ -116,6 +118,7 @@ def hook_into_saving(
         read.clear()
 
         def load() -> None:
+            refuse_inexact(accelerator)
             home = None if given is None else expanded(given)
             if home is not None:
                 main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
@@ -125,6 +128,7 @@ def hook_into_saving(
             if home is not None:
                 read_own(home)
             load_state(*args, **kwargs)
+            go_to_passes(accelerator)
             restore_buffers(training.model, folder[0], link.lane)
 
         with loading:

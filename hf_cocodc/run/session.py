@@ -5,7 +5,6 @@ import math
 import platform
 import secrets
 import time
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ..coordinator.messages import (
     Terms,
     ToRegion,
     Waiting,
+    Wanted,
 )
 from ..coordinator.rules import end_in_words
 from ..errors import CocodcError, DonorLost, LeftBehind, LinkError, RunOver
@@ -50,7 +50,7 @@ from ..net.wire import Wire
 from ..parts.tensors.memory import HOST
 from ..settings import RegionConfig
 from ..snapshot.donor import Donation, Offer
-from ..snapshot.receive import Base, Donors, Received, receive_log, received_in
+from ..snapshot.receive import Base, Donors, Received, receive_log
 from ..status import say, tell
 
 FIRST_S = 10.0
@@ -184,7 +184,7 @@ class RegionContext:
         assert not isinstance(grace_s, str)
         return Terms(
             count=regions.count,
-            least=regions.min or regions.count,
+            least=regions.least,
             most=regions.max or regions.count,
             wait_s=regions.wait_s or 0.0,
             timeout_s=regions.timeout_s,
@@ -239,7 +239,7 @@ class RegionContext:
             congestion=regions.congestion,
             keys=self.keys,
             port=0 if regions.port is None else regions.port + self.lane,
-            announce=partial(regions.addresses, lane=self.lane) if regions.announced else None,
+            announce=partial(regions.addresses, lane=self.lane) if regions.announces else None,
             call_from=self.host if regions.interface else "",
         )
 
@@ -283,26 +283,21 @@ class Source(NamedTuple):
     received: Received
 
 
-def source_in(plain: Any) -> Source:
-    """What another rank has of it, from JSON."""
-    member, offer, received = plain
-    return Source(Member(*member), Offer(*offer), received_in(received))
-
-
 class RegionSession:
-    """The leader's side of a run. `wants` has the newcomers that want a base of this region, `leaves` why it was asked to leave
-    (empty if it was not).
+    """The leader's side of a run. `wants` has the newcomers that want a base of this region, `numbers` those of the streams of
+    bases, `pulls` the callers that wait for its model, by name, `leaves` why it was asked to leave (empty if it was not).
     """
 
     def __init__(self, context: RegionContext, link: TcpLink) -> None:
         self.context, self.link = context, link
         self.wants: set[Member] = set()
+        self.pulls: tuple[str, ...] = ()
         self.leaves = ""
         self._asks_to_leave = False
         self._answers_at = time.monotonic()
         self._over: Over | None = None
         self._donations: dict[Member, Donation] = {}
-        self._numbers = cycle(range(STREAMS[0], STREAMS[1] + 1))
+        self.numbers = cycle(range(STREAMS[0], STREAMS[1] + 1))
         self._from: tuple[Member, Base] | None = None
         self._ready_at, self._approach = math.inf, Approach()
         self._failures: Counter[Member] = Counter()
@@ -392,20 +387,21 @@ class RegionSession:
         """On a rank other than the leader: answer calls from the log of the same rank of the region that gave the base."""
         self.has_followed()
         member, offer, received = source
+
+        def alive() -> None:
+            if not self._gives(member):
+                raise DonorLost(f"region {member.region} is lost.")
+
         base = receive_log(
             offer,
             partial(self.link.stream, member),
             received,
-            lambda: self._refuse_lost(member),
+            alive,
             self.context.regions.timeout_s,
             self.context.largest_base,
         )
         self._from = member, base
         self.link.follow(base.items)
-
-    def _refuse_lost(self, member: Member) -> None:
-        if not self._gives(member):
-            raise DonorLost(f"region {member.region} is lost.")
 
     def ask_in(self, marker: Marker, round_steps: float) -> None:
         """All inner steps up to this marker are made, and this process is no member: it asks to be let in if it is near enough.
@@ -442,10 +438,6 @@ class RegionSession:
             base.close()
             self._from = None
 
-    def next_offer(self, step: int) -> Offer:
-        """An offer of a base of this inner step."""
-        return Offer(next(self._numbers), step)
-
     def give(self, member: Member, folder: Path, offer: Offer, about: Mapping[str, Any]) -> None:
         """Send a newcomer the base in `folder`, and from now on the log; on a rank other than the leader, the log alone."""
         context = self.context
@@ -457,7 +449,7 @@ class RegionSession:
             about,
             f"region {member.region}",
             None if context.rate is None else context.rate / _SHARE,
-            has_base=not self._is_other_lane,
+            has_base=not self.is_other_lane,
         )
         self.link.log_to(donation.log)
         self._donations[member] = donation
@@ -465,22 +457,20 @@ class RegionSession:
         if donation.has_base:
             self.link.post(member, "offer", **offer._asdict())
 
-    def is_ending(self, member: Member) -> bool:
-        """Whether what a newcomer has asked for before is about to end: until then it gets no other base."""
-        donation = self._donations.get(member)
-        return donation is not None and donation.is_ending
-
-    def offers_again(self, member: Member) -> bool:
-        """Repeat the offer to a newcomer that has not heard it, if there is one."""
-        donation = self._donations.get(member)
-        if donation is None or donation.over:
-            return False
-        self.link.post(member, "offer", **donation.offer._asdict())
-        return True
-
-    def refuse_base(self, member: Member, why: str) -> None:
-        """Tell a newcomer that it gets no base here."""
-        self.link.post(member, "no_base", why=why)
+    def newcomers(self) -> tuple[Member, ...]:
+        """Those that want a base now. One that has not heard an earlier offer hears it again."""
+        self.reap()
+        new = []
+        for member in sorted(self.wants.copy()):  # the client's thread may change it meanwhile
+            donation = self._donations.get(member)
+            if donation is not None and donation.is_ending:  # until it has ended, there is no other base
+                continue
+            self.wants.discard(member)
+            if donation is None or donation.over:
+                new.append(member)
+            else:
+                self.link.post(member, "offer", **donation.offer._asdict())
+        return tuple(new)
 
     def reap(self) -> None:
         """Forget newcomers that need nothing more."""
@@ -498,7 +488,7 @@ class RegionSession:
         self.link.send(Leave())
 
     @property
-    def _is_other_lane(self) -> bool:
+    def is_other_lane(self) -> bool:
         """Whether this is not the leader."""
         return self.context.is_one_voice and self.context.lane > 0
 
@@ -546,6 +536,8 @@ class RegionSession:
             case Decided(decision=decision):
                 for member in decision.lost:
                     self._end_donation(member, "gone", "it is lost")
+            case Wanted(pulls=pulls):
+                self.pulls = pulls
             case LeaveNow(why=why):
                 self.leaves = self.leaves or why
                 self.link.send(Heard())
@@ -565,29 +557,15 @@ class RegionSession:
             donation.close(how, why)
 
 
-_SESSIONS: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()
-
-_LANES: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()
+def lane_of(link: Link) -> RegionSession | None:
+    """The side of this rank, which has a lane of its own or is the leader; None on other ranks, and without a network."""
+    return link.session
 
 
 def session_of(link: Link) -> RegionSession | None:
     """The leader's side of a run over a network; None on other ranks, and without a network."""
-    return _SESSIONS.get(link)
-
-
-def lane_of(link: Link) -> RegionSession | None:
-    """The side of this rank, which has a lane of its own or is the leader; None on other ranks, and without a network."""
-    return _LANES.get(link) or _SESSIONS.get(link)
-
-
-def keep_lane(link: Link, session: RegionSession) -> None:
-    """Let `lane_of` return this session for the link of a rank that is not the leader."""
-    _LANES[link] = session
-
-
-def keep(link: Link, session: RegionSession) -> None:
-    """Let `session_of` return this session for the link."""
-    _SESSIONS[link] = session
+    own = lane_of(link)
+    return None if own is None or own.is_other_lane else own
 
 
 def over_in_words(name: str, over: Over) -> CocodcError:

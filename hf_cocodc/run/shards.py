@@ -13,11 +13,11 @@ from typing import Any
 
 from ..coordinator.hello import ORDER
 from ..errors import InputError
-from ..settings import (
+from ..settings import RegionConfig
+from ..settings.environment import (
     ENV_COORDINATOR,
     ENV_REGION,
     ENV_REGIONS,
-    RegionConfig,
     check_alone,
     check_split,
     from_env,
@@ -51,13 +51,14 @@ def region_shard(
 
     Raises:
         InputError: the region does not exist, there are fewer samples than regions, `dataset` is not a dataset, or a stream is
-            shuffled without a seed.
+            shuffled without a seed, or is to be dealt.
 
     Examples:
         >>> dataset = ["a", "b", "c", "d", "e"]  # a torch map-style dataset: it has a length and an index
         >>> [list(region_shard(dataset, region, num_regions=2)) for region in (0, 1)]
         [['a', 'c', 'e'], ['b', 'd']]
     """
+    is_dealt = isinstance(region, RegionConfig) and region.shards == "dealt"
     region, num_regions = _place(region, num_regions)
     if num_regions == 1:
         return dataset
@@ -69,6 +70,11 @@ def region_shard(
 
     # a datasets.IterableDataset may also be a torch IterableDataset
     if isinstance(dataset, (datasets.IterableDataset, IterableDataset)):
+        if is_dealt:
+            raise InputError(
+                "regions.shards=dealt deals samples by their numbers, and a stream has none. Use a map-style dataset, or remove "
+                "regions.shards."
+            )
         _note(f"a stream {digest(generators_of(dataset))}")
         divide = part_of if isinstance(dataset, datasets.IterableDataset) else RegionStride
         return divide(dataset, region, num_regions)
@@ -78,6 +84,8 @@ def region_shard(
         counts = f"{len(dataset)} samples for {num_regions} regions"
         raise InputError(f"{counts}: each region needs at least one. Use more data or fewer regions.")
     _note(order_of(dataset))
+    if is_dealt:
+        return dataset
     if isinstance(dataset, datasets.Dataset):
         return dataset.shard(num_regions, region, contiguous=False)
     return Subset(dataset, range(region, len(dataset), num_regions))
@@ -91,6 +99,13 @@ def _note(order: str) -> None:
     if getattr(_divided, "is_known", True):
         _divided.orders, _divided.is_known = set(), False
     _divided.orders.add(order)
+
+
+def note_order(dataset: Any) -> None:
+    """For the run that begins: every region has all of this map-style dataset, in the same order."""
+    from .samples import order_of
+
+    _note(order_of(dataset))
 
 
 def facts_of_shards() -> dict[str, Any]:

@@ -17,17 +17,11 @@ from accelerate.utils import parse_flag_from_env
 
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
-from ..errors import InputError, LinkError, reason, shown
+from ..errors import CocodcError, InputError, LinkError, reason, shown
 from ..net.addresses import is_loopback, named, own_address, resolve
-from ..settings import (
-    ENV_COORDINATOR,
-    ENV_LAUNCH,
-    ENV_REGION,
-    ENV_REGIONS,
-    ENV_SPLIT,
-    MACHINES,
-    RegionConfig,
-)
+from ..settings import RegionConfig
+from ..settings.environment import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_REGIONS, ENV_SPLIT, MACHINES
+from ..status import ENV_STATUS, say, speak_for, tell
 from .gpus import VISIBLE, shares, sharing, visible
 
 logger = logging.getLogger(__name__)
@@ -73,15 +67,26 @@ def split_world(num_regions: int) -> int:
 
 
 def split_as_asked() -> None:
-    """Split the launch as HF_COCODC_SPLIT says. Raises like `split_world`."""
+    """Split the launch as HF_COCODC_SPLIT says. Raises like `split_world`, and tells a command that listens."""
     wish = os.environ[ENV_SPLIT]
     said = f"{ENV_SPLIT}={shown(wish)}"
+    try:
+        _split(wished(wish, said), said)
+    except CocodcError as error:
+        tell(error=str(error), exit_code=error.exit_code)
+        raise
+
+
+def wished(wish: str, said: str) -> int | None:
+    """The number of regions that HF_COCODC_SPLIT asks for; None makes each machine a region. Raises InputError if it is neither;
+    `said` is what asks for it.
+    """
     if wish != MACHINES and not re.fullmatch(r"[1-9]\d{0,8}", wish):
         raise InputError(
             f"{said} must be `{MACHINES}` (each machine of the launch is a region) or a whole number from 1 (so many regions of "
             "equal size). Correct it, or unset it."
         )
-    _split(None if wish == MACHINES else int(wish), said)
+    return None if wish == MACHINES else int(wish)
 
 
 class SplitRank(NamedTuple):
@@ -151,7 +156,9 @@ def placed(num_regions: int | None, env: Mapping[str, str], said: str) -> SplitR
 def _split(num_regions: int | None, said: str) -> int:
     """Split the launch, and return this process's region. Raises like `split_world`."""
     env = os.environ
-    given = [name for name in (ENV_REGION, ENV_REGIONS, ENV_COORDINATOR) if name in env]
+    # a command that listens serves the coordinator, where rank 0 is, so that it outlives rank 0
+    ours = [] if ENV_STATUS in env else [ENV_COORDINATOR]
+    given = [name for name in (ENV_REGION, ENV_REGIONS, *ours) if name in env]
     if given:
         raise InputError(
             f"{said} numbers the regions and starts their coordinator, but {given[0]}={env[given[0]]} is set, too. Unset one of "
@@ -171,26 +178,30 @@ def _split(num_regions: int | None, said: str) -> int:
             host = _told(store, f"{key}/host")
     if rank == 0:
         if num_regions is None and place.num_regions == 1:
-            logger.warning(
-                "%s: this launch has one machine, so a single region trains. For more, launch on more machines, or set %s to a "
-                "number of regions.",
-                *(said, ENV_SPLIT),
+            _warn(
+                f"{said}: this launch has one machine, so a single region trains. For more, launch on more machines, or set "
+                f"{ENV_SPLIT} to a number of regions."
             )
-        store.set(f"{key}/launch", f"{secrets.token_hex(8)} {_serve(is_one_machine)}")
+        served = env.get(ENV_COORDINATOR, "").rpartition(":")[2] or _serve(is_one_machine)
+        store.set(f"{key}/launch", f"{secrets.token_hex(8)} {served} {place.num_regions}")
+    launch, coordinator_port, count = _told(store, f"{key}/launch").split(" ")
+    if int(count) != place.num_regions:
+        raise InputError(
+            f"{said} makes {place.num_regions} region(s) of this launch, and where rank 0 is they are {count}. Say the same on "
+            "every machine."
+        )
     if place.rank == 0:
         # all processes of the launch reach rank 0 at MASTER_ADDR, by whatever name each has for it
         is_here = place.size == place.local_size
         own = "127.0.0.1" if is_here else "" if rank == 0 else own_address(named(host, port), None)
         store.set(f"{key}/{place.region}", f"{own} {_serve_store()}")
-    launch, coordinator_port = _told(store, f"{key}/launch").split(" ")
     region_host, region_port = _told(store, f"{key}/{place.region}").split(" ")
+    shared = None
     if place.slots > 1:  # each region sees only its own devices, counted from 0
         gpus = [] if parse_flag_from_env("ACCELERATE_USE_CPU") else visible()
         if len(gpus) >= place.size:  # otherwise torch says which rank of a region has none
             env[VISIBLE] = ",".join(shares(gpus, place.slots, place.size)[place.slot])
             shared = sharing(len(gpus), place.slots, place.size)
-            if shared is not None and place.slot == place.local_rank == 0:
-                logger.warning(shared)
     env.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),
@@ -203,7 +214,15 @@ def _split(num_regions: int | None, said: str) -> int:
     env[ENV_LAUNCH] = launch
     env[ENV_REGION], env[ENV_REGIONS] = str(place.region), str(place.num_regions)
     env[ENV_COORDINATOR] = named("127.0.0.1" if is_one_machine else host, int(coordinator_port))
+    speak_for(place.region)
+    if shared is not None and place.slot == place.local_rank == 0:
+        _warn(shared)
     return place.region
+
+
+def _warn(line: str) -> None:
+    logger.warning("%s", line)
+    say(line)
 
 
 def _told(store: dist.TCPStore, key: str) -> str:

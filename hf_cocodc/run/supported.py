@@ -128,13 +128,8 @@ def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] 
     return lane, num_lanes
 
 
-def refuse_fixed(stage: tuple[int, int] | None) -> None:
-    """Raise InputError if the ranks of a region hold pipeline stages: it cannot be lost, come back or join."""
-    if stage is not None:
-        raise InputError(
-            "regions.on_loss=continue with pipeline stages is not supported. Set regions.on_loss=stop and remove regions.min, or "
-            "use regions of one process, with DDP or with FSDP2."
-        )
+OF_STAGES = "a region with pipeline stages cannot be lost, come back or join. Use regions of one process, with DDP or with FSDP2."
+"""Why a run of such regions cannot go on without one."""
 
 
 def _is_replicated(param: nn.Parameter) -> bool:

@@ -4,7 +4,7 @@ import logging
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,26 +15,27 @@ from msgspec import structs
 from torch import nn
 
 from .. import __version__
+from ..auto import warnings_of
+from ..engine.balance import Batch
 from ..engine.footprint import in_words
 from ..engine.replicas import Engine, Replicas
 from ..engine.synchronizer import Synchronizer
-from ..errors import RegionLostError
+from ..errors import CocodcError, RegionLostError
 from ..link.base import Link
+from ..link.group import main_says
 from ..link.ranks import SharedLink
-from ..link.records import NOTHING_TO_SAY, Words
-from ..link.within import main_says
+from ..link.records import NOTHING_TO_SAY, Ending, Words
 from ..parts.tensors.memory import HOST
 from ..resolve import from_config, guard_of, settings
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved
 from .about import About
 from .endings import Endings
-from .fresh_start import recover
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal, name_of
 from .loop import Loop
 from .progress import Progress
-from .resuming import StartPoint, check, in_all, warn_of_losses
+from .resuming import StartPoint, check, in_all
 from .session import RegionSession, lane_of, session_of
 from .supported import home_of
 
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_OFTEN = 3
+"""After so many fresh starts of a region, another one will not help."""
 UNEVEN = 1.5
 """The log names a largest fragment that is more than this many times the mean."""
 
@@ -55,9 +58,12 @@ class Training:
         config: the settings as they were given, "auto" among them; `settings` has values instead, with defaults.
         allowed: names of what may differ from a checkpoint (`regions.may_differ`).
         max_steps: inner steps of the run; None if unknown.
+        rule_of_batch: how regions share a global batch (`RegionConfig`); None if each keeps its own.
+        is_dealt: whether regions have their samples from one order of all data (`regions.shards`); else each has a part.
         has_stages: whether every rank of the region holds its own pipeline stage.
         started: what the regions agreed on before step 1, for newcomers; JSON-able.
         finished: whether the model holds the global weights that all regions have ended with.
+        micro_batches: of the next inner step.
         saved_in: the newest checkpoint of this region that was written by this process; None before.
     """
 
@@ -71,9 +77,13 @@ class Training:
     config: OuterConfig
     allowed: Collection[str]
     max_steps: int | None
+    rule_of_batch: str | None
+    is_dealt: bool
     has_stages: bool
     finished: bool = False
     saved_in: Path | None = None
+    batch: Batch = field(init=False)
+    micro_batches: int = field(init=False)
     settings: dict[str, Any] = field(init=False)
     started: dict[str, Any] = field(init=False)
     journal: Journal = field(init=False)
@@ -88,7 +98,11 @@ class Training:
         """
         saved, link = start.saved, self.link
         self.started = start.started
-        warn_of_losses(link, self.accelerator, self.config, self.max_steps)
+        self.batch = self.loop.batch
+        self.micro_batches = self.batch.samples // self.batch.unit
+        if self.accelerator.is_main_process and link.region == link.members[0]:  # all have these settings
+            for warning in warnings_of(self.config, self.max_steps):
+                logger.warning(warning)
         self.settings = settings(self.config)
         self.inner.warn_unless_fitting(str(self.settings["method"]))
         if saved is not None:
@@ -97,7 +111,7 @@ class Training:
         self.progress = Progress(self)
         self.journal.on_event = self.progress.hear
         self.endings = Endings(link, when_one_ends, self.max_steps)
-        self.engine = engine_for(self.model, self.config, link, self.journal, saved, self._is_bounded)
+        self.engine = self._engine(saved)
         if self.session is not None:
             self.session.link.beat = structs.replace(self.session.link.beat, max_steps=self.max_steps or 0)
         self._go_on(saved, start.is_new)
@@ -123,6 +137,7 @@ class Training:
             if saved.facts.taken_over:
                 self.engine.take_over()
             self.endings.continue_from(self.inner_step, is_base)
+        self._take_share()
         self.inner.note_weights(self.inner_step)
         self._note_start(saved, joins=is_base)
 
@@ -130,18 +145,78 @@ class Training:
         """Count an inner step, and hold its events; returns the words of the regions that have landed."""
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
+        batches = self.micro_batches * self.batch.unit / self.batch.samples
         if trained:
             self.inner.copies.look()
         words = self.engine.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
         if words is not None:
             self.inner.copies.landed()
-        parts = self.engine, self.inner, self.config, self.endings, self.journal
-        recover(*parts, has_landed=words is not None, has_stages=self.has_stages)
+        self._recover(has_landed=words is not None)
+        self._take_share()
         self.endings.after_step(self.inner_step, words)
         if self.endings.verdict is None:
             self.stop_if_lost(words)
-        self.progress.stepped()
+        self.progress.stepped(trained, batches)
         return words
+
+    def _recover(self, has_landed: bool) -> None:
+        """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a
+        fragment. All regions stop if in so many rounds in a row the mean was void, or the losses were far above the ordinary
+        ones.
+
+        A step that is not finite, or far too large, stays in AdamW's moments. Global params at every landing do not help, and the
+        region would not count in any later round.
+
+        All ranks of a region decide alike: they know the same facts, and ask the leader whether the region is about to end.
+        Pipeline stages have an engine each, and begin anew one by one; they are refused with "stop". Only if a
+        transfer `has_landed` in this step can what all regions know have changed.
+
+        Raises:
+            CocodcError: pipeline stages would have to stop, and cannot do so at one step.
+        """
+        engine, inner, config = self.engine, self.inner, self.config
+        endings, journal = self.endings, self.journal
+        region, rounds = engine.link.region, max(each.nonfinite_rounds for each in engine.facts)
+        most = config.nonfinite_rounds
+        if has_landed and endings.verdict is None and (why := _why(engine, most, most)):
+            journal.write("note", step=engine.inner_step, message=why)
+            if self.has_stages:
+                raise CocodcError(f"{why}. A stage cannot stop with a checkpoint: go back to the last one.")
+            if config.on_nonfinite == "restart" and any(each.voids >= most for each in engine.facts):
+                engine.begin_anew()
+                inner.begin_anew()
+            engine.forgive(most)
+            endings.stop(why)
+            return
+        if rounds < config.nonfinite_rounds or not engine.as_leader(endings.word.ending is Ending.NO):
+            return
+        sentence = f"region {region} did not count in {rounds} rounds in a row (not finite, or clipped or dropped by outer.guard)"
+        if config.on_nonfinite == "stop":
+            endings.ask_to_stop(
+                f"{sentence}; go back to an earlier checkpoint with a lower learning rate, or set outer.on_nonfinite=restart"
+            )
+            return
+        logger.warning(
+            "%s: after step %d it takes the global params, and a fresh state of its inner optimizer "
+            "(outer.on_nonfinite=restart). Look at its loss; a lower learning rate or gradient clipping (max_grad_norm) helps.",
+            *(sentence, engine.inner_step),
+        )
+        engine.begin_anew()
+        inner.begin_anew()
+        if inner.times_anew >= _OFTEN:
+            logger.warning(
+                "region %d has begun anew %d times: another time will not help. Compare its learning rate and data with those of "
+                "the other regions, then start it again.",
+                *(region, inner.times_anew),
+            )
+        journal.write("begin_anew", step=engine.inner_step, rounds=rounds, times=inner.times_anew)
+
+    def _take_share(self) -> None:
+        """Let the loop make as many micro-batches as the regions have dealt to this one."""
+        dealt = max(1, round(self.engine.portion.samples / self.batch.unit))
+        if dealt != self.micro_batches:
+            self.micro_batches = dealt
+            self.loop.deal(dealt)
 
     def stop_if_lost(self, words: Words | None) -> bool:
         """Stop here, where a landing shows that a region is lost and that ends the run; returns whether it is so. All others come
@@ -208,16 +283,14 @@ class Training:
             happened.append((kind, {"step": self.inner_step, **facts}))
         return happened
 
-    def say(
-        self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = lambda plain: plain
-    ) -> T:
-        """What `call` returns on the region's leader, in all ranks. It travels as JSON, from which `read` makes what it was."""
+    def say(self, call: Callable[[RegionSession], T], what: str, kind: Any = Any) -> T:
+        """What `call` returns on the region's leader, in all ranks. It is of this `kind`, and travels as JSON."""
 
         def on_the_leader() -> T:
             assert self.session is not None
             return call(self.session)
 
-        return main_says(self.link, self.accelerator, on_the_leader, what, read)
+        return main_says(self.link, self.accelerator, on_the_leader, what, kind)
 
     @property
     def facts(self) -> Facts:
@@ -261,8 +334,36 @@ class Training:
         own = saved, self.settings, self.link, self.about, self.allowed, self.model, is_new
         in_all(self.link, self.accelerator, lambda: check(*own), "whether regions can go on")
 
-    def _is_bounded(self) -> bool:
-        return self.inner.is_bounded
+    def _engine(self, saved: Saved | None) -> Engine:
+        """The engine for the model as it is, at the start of a run or where it was saved. A collective call. Raises InputError if
+        the host has no room for what it keeps, and for a transfer.
+        """
+        method, home = from_config(self.config), home_of(self.model, self.config)
+
+        def build(link: Link) -> Synchronizer:
+            engine = Synchronizer(
+                self.model,
+                method,
+                link,
+                record=self.journal.write,
+                digest_interval=self.config.digest_interval,
+                weights=self.config.weights,
+                guard=guard_of(self.config),
+                is_bounded=lambda: self.inner.is_bounded,
+                state=None if saved is None else saved.state,
+                home=home,
+                balance=self.rule_of_batch,
+                batch=self.batch,
+            )
+            home.try_to_pin(engine.memory()[HOST].per_transfer)  # better now than at the first landing
+            return engine
+
+        link = self.link
+        return (
+            Replicas(build, self.model, method, link, home.rest)
+            if isinstance(link, SharedLink)
+            else build(link)
+        )
 
     @property
     def _run(self) -> str:
@@ -317,41 +418,38 @@ class Training:
             )
 
 
-def engine_for(
-    model: nn.Module,
-    config: OuterConfig,
-    link: Link,
-    journal: Journal,
-    saved: Saved | None,
-    is_bounded: Callable[[], bool] = lambda: True,
-    trains: bool = True,
-) -> Engine:
-    """The engine for a model as it is, at the start of a run or where it was saved. A collective call. Raises InputError if the
-    host has no room for what it keeps and, where it `trains`, a transfer takes.
-    """
-    method, home = from_config(config), home_of(model, config)
-
-    def build(link: Link) -> Synchronizer:
-        engine = Synchronizer(
-            model,
-            method,
-            link,
-            record=journal.write,
-            digest_interval=config.digest_interval,
-            weights=config.weights,
-            guard=guard_of(config),
-            is_bounded=is_bounded,
-            state=None if saved is None else saved.state,
-            home=home,
-        )
-        if trains:
-            home.try_to_pin(engine.memory()[HOST].per_transfer)  # better now than at the first landing
-        return engine
-
-    return Replicas(build, model, method, link, home.rest) if isinstance(link, SharedLink) else build(link)
-
-
 def versions() -> dict[str, str]:
     """The versions that a run's numbers may depend on."""
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     return {"hf_cocodc": __version__, **packages, "python": platform.python_version()}
+
+
+def ruined_at_the_end(engine: Engine, config: OuterConfig) -> str:
+    """Why a run must not end as if it were well, in words; empty if it may. No later landing can say more than the last one."""
+    return _why(engine, config.nonfinite_rounds, 1)
+
+
+def _why(engine: Engine, most_voids: int, most_losses: int) -> str:
+    """Why training must not go on, in words; empty if it may. Equal in all regions."""
+    for index, each in enumerate(engine.facts):
+        if each.voids >= most_voids:
+            return (
+                f"the means of {each.voids} rounds in a row were void (fragment {index}), because "
+                f"{_reason(each.far_regions)}. The global params are as before these rounds. Look at the losses and learning "
+                "rates of all regions; if their norms in the log are as they should be, raise the limits of outer.guard"
+            )
+        if each.far_losses >= most_losses:
+            return (
+                f"the training losses of the regions were far above what they had been, in {each.far_losses} rounds in a row: "
+                f"the model is ruined, or has other data. Their median was {each.ordinary_loss:.3g} before. Go back to an "
+                "earlier checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
+            )
+    return ""
+
+
+def _reason(far_regions: Sequence[int]) -> str:
+    """Why means were void. Of two regions, the one whose norms are far beyond the other's may be right."""
+    if not far_regions:
+        return "they were not finite or far too large, or no region had a finite outer gradient"
+    names = ", ".join(f"region {region}" for region in far_regions)
+    return f"half of the regions or more have broken (norms far beyond the others': {names})"

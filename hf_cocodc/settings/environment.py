@@ -18,6 +18,9 @@ ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_COORDINATOR = "HF_COCODC_COORDINATOR"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
+ENV_ON_LOSS = "HF_COCODC_ON_LOSS"
+"""What `regions.on_loss` is where nothing says so. Our commands set it to AUTO."""
+AUTO_LOSS = "auto"
 ENV_RESUME = "HF_COCODC_RESUME"
 """1 where `hf-cocodc train` or `launch` has --resume."""
 ENV_SECRET = "HF_COCODC_SECRET"
@@ -54,7 +57,7 @@ def check_split(env: Mapping[str, str]) -> None:
     why = (
         "its launcher started it after the import of hf_cocodc. Call split_world(N) first in the function that it runs"
         if "RANK" in env
-        else "no launcher of several processes started it. Start it with accelerate launch or torchrun"
+        else "no launcher of several processes started it. Start it with accelerate launch --multi_gpu, or torchrun"
     )
     raise InputError(
         f"{ENV_SPLIT}={shown(env[ENV_SPLIT])} splits one launch into regions, and this process is in none: {why}, or unset "

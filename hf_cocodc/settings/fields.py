@@ -45,6 +45,7 @@ WORDS = {
 """How messages and lists of keys name a type, by its name in Python, and in msgspec's errors."""
 _MISFIT = re.compile(r"Expected `(.+)`, got `[^`]+`(?: - at (`key` in )?`\$(.*)`)?")
 
+LARGEST = 2**63  # regions tell each other numbers of 64 bits
 LONGEST_HOST = 255
 _EXPERT = "Expert: "
 """How the help of an expert setting begins."""
@@ -228,7 +229,8 @@ def converted(value: Any, hint: Any, name: str) -> Any:
     where both fit (flags give text), and a mapping its dataclass.
 
     Raises:
-        InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
+        InputError: the value has another type, or is a number that is not finite or too large.
+            The message names `name` and the type.
     """
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, name)  # type: ignore[arg-type]
@@ -244,6 +246,8 @@ def converted(value: Any, hint: Any, name: str) -> Any:
         raise InputError(_in_words(str(error), value, name)) from None
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{name}={value} must be finite.")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise InputError(f"{name}={shown(value)} must fit into 64 bits.")
     return value
 
 

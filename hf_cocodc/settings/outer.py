@@ -29,7 +29,7 @@ from .fields import (
 )
 
 PATTERNS = ("whole", "strided", "sequential")
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "topk_2bit", "lowrank")
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "codebook_2bit", "topk", "topk_2bit", "lowrank")
 SPARSE = ("topk", "topk_2bit")
 MERGES = ("replace", "mix", "additive", "compensate")
 COMPENSATIONS = ("adaptive", "fixed", "lr_normalized", "additive")
@@ -186,7 +186,7 @@ class OuterConfig(Settings):
         OnlyWith("fragment_pattern", ["strided", "sequential"]),
     )
     feedback_decay: float | None = expert(
-        "SparseLoCo's beta: share of the lost values that error feedback sends again.",
+        "SparseLoCo's beta, and MuLoCo's: share of the lost values that error feedback sends again.",
         _SHARE,
         OnlyWith("error_feedback", [True]),
     )

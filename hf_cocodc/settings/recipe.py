@@ -1,14 +1,17 @@
 """A recipe: a complete run as frozen dataclasses, one per section of the YAML file."""
 
 import argparse
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from . import OuterConfig, RegionConfig
 from .fields import Limit, Names, Settings, at_least, build, hints_of, refuse_unknown, setting
+from .outer import GuardSettings
 from .reading import override_key, read_recipe
 
 
@@ -143,14 +146,18 @@ class Recipe(Settings):
                 says where.
         """
         content, where = read_recipe(path)
-        for override in overrides:
-            override_key(content, override)
-            _refuse_unknown(override)
-        return cls.from_dict(content, where)
+        return cls.from_dict(content, where, overrides)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":
-        """Build a recipe from nested mappings. Raises InputError like `load`."""
+    def from_dict(
+        cls, content: Mapping[str, Any], where: str = "recipe", overrides: Sequence[str] = ()
+    ) -> "Recipe":
+        """Build a recipe from nested mappings, with changes. Raises InputError like `load`, which begins with `where`."""
+        if overrides:
+            content = copy.deepcopy(dict(content))
+        for override in overrides:
+            override_key(content, override)  # type: ignore[arg-type]
+            _refuse_unknown(override)
         try:
             return build(cls, content)
         except InputError as error:
@@ -162,18 +169,33 @@ def _refuse_unknown(override: str) -> None:
     section, *keys = override.partition("=")[0].strip().split(".")
     refuse_unknown(Recipe, section)
     kind = hints_of(Recipe)[section]
-    if keys and isinstance(kind, type) and issubclass(kind, Settings):
-        refuse_unknown(kind, keys[0], section)
+    if not (keys and isinstance(kind, type) and issubclass(kind, Settings)):
+        return
+    refuse_unknown(kind, keys[0], section)
+    if len(keys) == 1:
+        return
+    if dict[str, Any] not in get_args(hints_of(kind)[keys[0]]):
+        raise InputError(f"--set {shown(override)}: {section}.{keys[0]} is not a mapping.")
+    if (section, keys[0]) == ("outer", "guard"):
+        refuse_unknown(GuardSettings, keys[1], "outer.guard")
 
 
 def facts_of_data(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says of its training data and tokenizer, by names in the recipe: regions compare it before they train."""
-    kept = ("builtin", "path", "name", "split", "text_column", "streaming", "block_size")
+    """What a recipe says of its training data and tokenizer, by names in the recipe: regions compare it before they train.
+
+    Of a folder or a file, only the last part of its path counts: it may lie elsewhere on each machine.
+    """
+    kept = ("builtin", "name", "split", "text_column", "streaming", "block_size")
     return {
         **{f"data.{name}": getattr(recipe.data, name) for name in kept},
+        "data.path": _of_any_machine(recipe.data.path),
         "tokenizer.builtin": recipe.tokenizer.builtin,
-        "tokenizer.name_or_path": recipe.tokenizer.name_or_path,
+        "tokenizer.name_or_path": _of_any_machine(recipe.tokenizer.name_or_path),
     }
+
+
+def _of_any_machine(name: str | None) -> str | None:
+    return Path(name).absolute().name if name is not None and os.path.exists(name) else name
 
 
 def add_recipe(parser: argparse.ArgumentParser, is_needed: bool = True) -> None:

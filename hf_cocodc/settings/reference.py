@@ -3,7 +3,6 @@
 import dataclasses
 import textwrap
 import types
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from . import OuterConfig
@@ -13,7 +12,7 @@ from .recipe import Recipe
 
 OTHERS = {
     "training": "Every field of `transformers.TrainingArguments`. `optim` may also be muon: AdamW then trains what is no matrix "
-    "in a block.",
+    "in a block, and `adam_beta2` is 0.99 by default.",
     "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
 }
 """Sections whose keys another library documents."""
@@ -56,7 +55,7 @@ def keys() -> list[Key]:
 
 
 def in_markdown() -> str:
-    """The keys as two lists in Markdown, narrow enough for a terminal: the second one is for experts."""
+    """The keys in Markdown, narrow enough for a terminal: a heading for each section, and one for the keys for experts."""
 
     def item(title: str, text: str) -> str:
         line = f"- {title}: {text}"
@@ -64,8 +63,19 @@ def in_markdown() -> str:
             line, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
 
-    sections = [item(f"`{section}`", text) for section, text in OTHERS.items()]
-    return _lists(sections, lambda key: item(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning))
+    def of(section: str, expert: bool) -> list[str]:
+        return [
+            item(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning)
+            for key in keys()
+            if key.name.startswith(f"{section}.") and key.is_expert == expert
+        ]
+
+    lines: list[str] = []
+    for section in (each.name for each in dataclasses.fields(Recipe)):
+        text = textwrap.fill(OTHERS[section], 110) if section in OTHERS else "\n".join(of(section, False))
+        lines += [f"## {section}", "", text, ""]
+    experts = [line for each in dataclasses.fields(Recipe) for line in of(each.name, True)]
+    return "\n".join([*lines, "## For experts", "", FOR_EXPERTS, "", *experts])
 
 
 def listing() -> str:
@@ -75,13 +85,13 @@ def listing() -> str:
         return f"{title}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}"
 
     sections = [entry(f"{section}:", text) for section, text in OTHERS.items()]
-    return _lists(sections, lambda key: entry(f"{key.name}: {key.default or key.values}", key.meaning))
-
-
-def _lists(sections: Sequence[str], words: Callable[[Key], str]) -> str:
-    """Sections and keys, then the keys for experts."""
     of_all, of_experts = (
-        [words(key) for key in keys() if key.is_expert == expert] for expert in (False, True)
+        [
+            entry(f"{key.name}: {key.default or key.values}", key.meaning)
+            for key in keys()
+            if key.is_expert == expert
+        ]
+        for expert in (False, True)
     )
     return "\n".join([*sections, *of_all, "", FOR_EXPERTS, "", *of_experts])
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from ..errors import InputError, shown, spare_traceback
 from .environment import (
+    AUTO_LOSS,
     ENV_COORDINATOR,
     ENV_JOIN,
+    ENV_ON_LOSS,
     ENV_REGION,
     ENV_REGIONS,
     ENV_RUN,
@@ -29,6 +31,7 @@ HOW_LONG = "with regions.min after regions.wait_s, otherwise after regions.timeo
 """When a region ends that waits to hear who goes on after a loss."""
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
+LOSSES = (AUTO_LOSS, "stop", "continue")
 LINKS = ("auto", "tcp", "gloo", "nccl")
 OF_GROUPS = ("gloo", "nccl")
 """Links whose payloads travel in a process group of torch.distributed: unencrypted, and not over our own connections."""
@@ -46,13 +49,14 @@ class RegionConfig(Settings):
 
     region: int | None = setting(
         f"Number of this region, from 0 (environment {ENV_REGION}).",
-        Limit(lambda number: number >= 0, "must not be negative"),
+        within(0, MOST_REGIONS - 1),
     )
     count: int | None = setting(
         f"M: number of regions with which the run starts (environment {ENV_REGIONS}).", _COUNT
     )
     coordinator: str | None = setting(
-        f"HOST:PORT of the coordinator that all regions reach (environment {ENV_COORDINATOR})."
+        f"HOST:PORT of the coordinator that all regions reach (environment {ENV_COORDINATOR}). Or the URL of a storage that all "
+        "reach, where they then meet without an open port: file:///FOLDER, s3://, gs://, hf://buckets/, ssh://."
     )
     run: str | None = setting(
         f"Name of the run, equal in all its regions. Runs with different names can share a coordinator (environment {ENV_RUN}). "
@@ -81,7 +85,7 @@ class RegionConfig(Settings):
         "What carries the payloads of means: tcp (connections of our own), or gloo or nccl (a process group of torch.distributed "
         "inside a cluster, which does not encrypt; all else stays on our own connections). auto: nccl if every process that "
         "connects has a CUDA device of its own and one launch started all; else gloo if round trips are below 2 ms, and neither "
-        "a secret, an announced address, a relay nor a setting of TCP asks for our own connections; else tcp.",
+        "a secret, an announced address, a storage nor a setting of TCP asks for our own connections; else tcp.",
         among(*LINKS),
         default="auto",
     )
@@ -123,38 +127,64 @@ class RegionConfig(Settings):
         "by commas. For example learning_rate,batch."
     )
     when_one_ends: str = setting(
-        "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
-        "checkpoint if it was interrupted. finish or stop: always do that. continue: like auto, but the others go on if its "
-        "training is over; with on_loss=continue also if it was interrupted.",
+        "What the others do when one region ends before them. auto: they finish with it if it has reached its end, and stop with "
+        "a checkpoint if it was interrupted. finish, or stop: they do that in both cases. continue: they train on if it has "
+        "reached its end; unless on_loss is stop, also if it was interrupted.",
         among("auto", "finish", "stop", "continue"),
         default="auto",
     )
     on_loss: str | None = setting(
         "What the others do when a region is lost: stop at one step with a checkpoint, from which all resume, or continue "
-        "without it until it comes back. By default continue if min is given, otherwise stop.",
-        among("stop", "continue"),
+        "without it until it comes back. auto: continue, but stop where a run cannot (pipeline stages, saving or evaluating "
+        "every epoch). By default continue if min, max, wait_s, grace_s or join is given; else as the environment says "
+        f"({ENV_ON_LOSS}), which is auto in hf-cocodc train and launch; else stop.",
+        among(*LOSSES),
     )
-    min: int | None = setting(
-        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default if on_loss is continue.",
-        _COUNT,
+    min: int | str | None = setting(
+        "Smallest number of regions that train on; fewer wait for others (wait_s). auto, the default: the majority of count, and "
+        "of two regions one. Not with on_loss=stop.",
+        Limit(
+            lambda least: least == "auto" or (isinstance(least, int) and _COUNT.holds(least)),
+            f"{_COUNT.words}, or be auto",
+        ),
     )
     max: int | None = setting(
-        "Largest number of regions, including those that join; by default count. They are numbered 0 .. max - 1. Needs "
-        "on_loss=continue.",
+        "Largest number of regions, including those that join; by default count. They are numbered 0 .. max - 1. Not "
+        "with on_loss=stop.",
         _COUNT,
     )
     wait_s: float | None = setting(
         "Seconds that fewer regions than min wait for others before they stop with a checkpoint and exit code 3; "
-        f"{WAIT_S:g} by default. Needs on_loss=continue.",
+        f"{WAIT_S:g} by default. Not with on_loss=stop.",
         _TIME,
     )
     grace_s: float | str | None = setting(
         "Seconds that the others wait for a straggler before they go on without it until it has caught up; auto: as long as the "
-        "overlap hides the delay. By default they wait as long as it is alive. Needs on_loss=continue.",
+        "overlap hides the delay. By default they wait as long as it is alive. Not with on_loss=stop.",
         Limit(
             lambda seconds: seconds == "auto" or (not isinstance(seconds, str) and 0 < seconds <= 1e6),
             f"{_SECONDS}, or be auto",
         ),
+    )
+    balance: str = setting(
+        "equal: every region keeps its own batch. auto: regions share the global batch of an inner step by their measured "
+        "speeds, in whole micro-batches (gradient accumulation), so that all are ready at about the same time; a region then "
+        "counts by the samples that it has trained on (with outer.weights=tokens by the tokens).",
+        among("equal", "auto"),
+        default="equal",
+    )
+    balance_batch: str = setting(
+        "With balance=auto, where regions come or go. fixed: the global batch stays what it was at the start, and those that are "
+        "there share it. per_region: it grows and shrinks with the batches of the regions.",
+        among("fixed", "per_region"),
+        default="fixed",
+    )
+    shards: str = setting(
+        "fixed: each number of a region has its own part of the training data, which nobody reads while it is away. dealt: "
+        "every region has all of the training data (map-style), and in each inner step samples are dealt to the regions that "
+        "are there: each is read once in a pass, whatever comes and goes.",
+        among("fixed", "dealt"),
+        default="fixed",
     )
     report_regions: str = setting(
         "Which regions report to trackers (training.report_to): first, region 0 for all; or all, each as a run of its own, "
@@ -163,8 +193,8 @@ class RegionConfig(Settings):
         default="first",
     )
     join: bool | None = setting(
-        f"Join or rejoin a run that is training, as a new or a returning region (environment {ENV_JOIN}=1). Needs "
-        "on_loss=continue."
+        f"Join or rejoin a run that is training, as a new or a returning region (environment {ENV_JOIN}=1). Not with "
+        "on_loss=stop."
     )
 
     def __post_init__(self) -> None:
@@ -176,16 +206,32 @@ class RegionConfig(Settings):
             )
         for address in self.announced:
             address_parts(address)
-        if self.coordinator is not None:
+        if self.coordinator is not None and not self.in_storage:
             host_port = _split(self.coordinator)
             if host_port is None or host_port[1] is None:
                 raise InputError(
                     f"regions.coordinator={shown(self.coordinator)} must be HOST:PORT, for example 10.0.0.1:29650, with a "
-                    "port in 1 .. 65535."
+                    "port in 1 .. 65535; or the URL of a storage that all regions reach, for example s3://bucket/run7."
                 )
             check_host("regions.coordinator", host_port[0])
+        self._check_balance()
         self._check_link()
         self._check_elastic()
+
+    @property
+    def rule_of_batch(self) -> str | None:
+        """What happens to the global batch where regions come or go (`parts.deal.after`); None if that concerns nobody."""
+        if self.balance == "auto":
+            return self.balance_batch
+        return "own" if self.shards == "dealt" else None
+
+    def _check_balance(self) -> None:
+        """Raise InputError if a setting would have no effect."""
+        if self.balance == "equal" and self.balance_batch != "fixed":
+            raise InputError(
+                f"regions.balance_batch={self.balance_batch} has no meaning where every region keeps its own batch. Set "
+                "regions.balance=auto, or remove regions.balance_batch."
+            )
 
     def _check_link(self) -> None:
         """Check that nothing is set that the link would ignore. Raises InputError."""
@@ -199,27 +245,28 @@ class RegionConfig(Settings):
 
     def _check_elastic(self) -> None:
         """Check the settings of a run that outlives lost regions. Raises InputError if they conflict."""
-        if self.join and not self.elastic:
+        if self.join and self.on_loss == "stop":
             raise InputError(
-                f"this region is to join a run (--join, {ENV_JOIN}=1 or regions.join=true), but by its settings the run ends "
-                "when a region is lost. Nobody can join such a run. If the regions that train have regions.min or "
-                "regions.on_loss=continue, give this one the same settings. If not, stop them (Ctrl-C), and start all "
-                "regions with --resume and --set regions.min=1."
+                f"this region is to join a run (--join, {ENV_JOIN}=1 or regions.join=true), but by regions.on_loss=stop the run "
+                "ends when a region is lost. Nobody can join such a run. If the regions that train have another "
+                "regions.on_loss, give this one the same. If not, stop them (Ctrl-C), remove regions.on_loss=stop in all, and "
+                "start all with --resume."
             )
         for name in OF_ELASTIC_RUNS:
             value = getattr(self, name)
-            if value not in (None, False) and not self.elastic:
+            if value is not None and self.on_loss == "stop":
                 raise InputError(
-                    f"regions.{name}={shown(value)} has no meaning where a lost region ends the run. Set "
-                    f"regions.on_loss=continue (or regions.min) in every region, or remove regions.{name}."
+                    f"regions.{name}={shown(value)} has no meaning where a lost region ends the run (regions.on_loss=stop). "
+                    f"Remove one of the two in every region."
                 )
-        if self.max is not None and self.min is not None and self.min > self.max:
+        least = self.min if isinstance(self.min, int) else 1
+        if self.max is not None and least > self.max:
             raise InputError(
                 f"regions.min={self.min} is larger than regions.max={self.max}. Lower min or raise max."
             )
         if self.count is None:
             return
-        if self.min is not None and self.min > self.count:
+        if least > self.count:
             raise InputError(
                 f"regions.min={self.min} is larger than regions.count={self.count}, with which the run begins. Lower min or "
                 f"raise count ({ENV_REGIONS})."
@@ -250,6 +297,16 @@ class RegionConfig(Settings):
         return tuple((host, each) for (host, _), each in zip(pairs, ports, strict=True))
 
     @property
+    def in_storage(self) -> bool:
+        """Whether the regions meet in a storage."""
+        return self.coordinator is not None and "://" in self.coordinator
+
+    @property
+    def announces(self) -> bool:
+        """Whether `addresses` are all at which others reach this region; in a storage nobody needs to."""
+        return bool(self.announced) or self.in_storage
+
+    @property
     def of_tcp(self) -> dict[str, Any]:
         """The settings that only our own connections follow, as far as they are set."""
         asked = {name: getattr(self, name) for name in ("rate_limit", "connections", "congestion")}
@@ -257,8 +314,19 @@ class RegionConfig(Settings):
 
     @property
     def elastic(self) -> bool:
-        """Whether the run goes on without a region that is lost, and others may join it."""
-        return self.on_loss == "continue" or (self.on_loss is None and self.min is not None)
+        """Whether the run goes on without a region that is lost, and others may join it, as far as these settings say."""
+        if self.on_loss is None:
+            return bool(self.join) or any(getattr(self, name) is not None for name in OF_ELASTIC_RUNS)
+        return self.on_loss != "stop"
+
+    @property
+    def least(self) -> int:
+        """The smallest number of regions that train on, once this is `resolved`: all, where a lost region ends the run."""
+        return self.min if isinstance(self.min, int) else self.count or 1
+
+    def least_of(self, count: int) -> int:
+        """The smallest number of regions that train on in an elastic run that begins with `count`."""
+        return self.min if isinstance(self.min, int) else majority(count)
 
     @property
     def leaves_alone(self) -> bool:
@@ -274,7 +342,7 @@ class RegionConfig(Settings):
     @property
     def compared(self) -> dict[str, Any]:
         """The settings that must be equal in all regions, once they are `resolved`."""
-        names = ["link", "connections", "timeout_s", "when_one_ends"]
+        names = ["link", "connections", "timeout_s", "when_one_ends", "balance", "balance_batch", "shards"]
         names += ["on_loss", *OF_ELASTIC_RUNS] if self.elastic else []
         return {name: getattr(self, name) for name in names}
 
@@ -306,17 +374,42 @@ class RegionConfig(Settings):
         filled = dataclasses.replace(
             self, region=region, count=count, coordinator=coordinator, join=join, run=self.name_of_run(env)
         )
+        if filled.on_loss is None:
+            by_default = env.get(ENV_ON_LOSS, "stop")
+            if by_default not in LOSSES:
+                raise InputError(f"{ENV_ON_LOSS}={shown(by_default)} must be one of {', '.join(LOSSES)}.")
+            filled = dataclasses.replace(filled, on_loss="continue" if filled.elastic else by_default)
         if filled.elastic:
             filled = dataclasses.replace(
                 filled,
-                on_loss="continue",
-                min=1 if self.min is None else self.min,
+                min=self.least_of(count),
                 max=count if self.max is None else self.max,
                 wait_s=WAIT_S if self.wait_s is None else self.wait_s,
             )
         else:
-            filled = dataclasses.replace(filled, on_loss="stop", join=None)
+            filled = dataclasses.replace(filled, join=None)
         return filled._placed()
+
+    def settled(self, why_fixed: str) -> "RegionConfig":
+        """A copy of `resolved` settings in which `on_loss` is no longer auto.
+
+        `why_fixed`: why this run cannot go on without a lost region, a sentence; empty if it can. Raises InputError if it is to
+        go on, and cannot.
+        """
+        if not self.elastic or self.max == 1:
+            return self if self.on_loss != AUTO_LOSS else self._fixed()
+        if not why_fixed:
+            return dataclasses.replace(self, on_loss="continue")
+        if self.on_loss == AUTO_LOSS:
+            return self._fixed()
+        raise InputError(
+            f"the other regions are to go on without one that is lost (regions.on_loss=continue), and cannot: {why_fixed} Or set "
+            f"regions.on_loss=stop, without regions.{', '.join(OF_ELASTIC_RUNS)}."
+        )
+
+    def _fixed(self) -> "RegionConfig":
+        nothing: dict[str, Any] = dict.fromkeys(OF_ELASTIC_RUNS)
+        return dataclasses.replace(self, on_loss="stop", **nothing)
 
     def _placed(self) -> "RegionConfig":
         """A copy with this region's number. Raises InputError if it cannot exist, or there is no coordinator."""
@@ -368,6 +461,15 @@ class RegionConfig(Settings):
         """`run`, or the name in the environment if it is None. Raises InputError like `from_env`."""
         name: str | None = from_env(self.run, env, ENV_RUN, "regions.run", str)
         return name
+
+
+def majority(count: int) -> int:
+    """The least number of regions that is more than half of `count`; of two regions one.
+
+    >>> [majority(count) for count in (1, 2, 3, 4, 5)]
+    [1, 1, 2, 3, 3]
+    """
+    return 1 if count == 2 else count // 2 + 1
 
 
 def address_parts(address: str) -> tuple[str, int | None]:

@@ -33,10 +33,10 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..link.base import Link
 from ..link.ranks import SharedLink
-from ..net.validation import Count, Positive
 from ..parts.fragments import names_in
 from ..parts.tensors.flat import alone
 from ..parts.tensors.memory import HOST
+from ..validation import Count, Positive
 from . import manifest
 from .folders import run_of
 from .manifest import COMPLETE, FOLDER, FORMAT, saving

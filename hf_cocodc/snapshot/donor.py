@@ -25,8 +25,8 @@ from ..errors import LinkError
 from ..link.log import Log, to_plain
 from ..net.connection import Connection, ConnectionLost, Operation
 from ..net.pairs import STREAMS
-from ..net.validation import Count
 from ..threads import NativeThread
+from ..validation import Count
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved, put_together, take_apart

@@ -49,12 +49,13 @@ _CHUNK_BYTES = 1 << 26
 
 
 def check_files(sizes: Any, source: int) -> dict[str, int]:
-    """Names and sizes of the files that region `source` announces. Raises LinkError if it sends no such list, CheckpointError
-    if no checkpoint has a file of such a name.
+    """Names and sizes of the files that region `source` announces, as JSON or what that means. Raises LinkError if it sends no
+    such list, CheckpointError if no checkpoint has a file of such a name.
     """
     try:
-        checked = msgspec.convert(sizes, _Sizes)
-    except msgspec.ValidationError as error:
+        is_text = isinstance(sizes, bytes)
+        checked = msgspec.json.decode(sizes, type=_Sizes) if is_text else msgspec.convert(sizes, _Sizes)
+    except (ValueError, RecursionError) as error:
         raise LinkError(f"region {source} does not say which files it sends ({error}).") from error
     for name in checked:
         if not _KNOWN.fullmatch(name):
@@ -165,7 +166,7 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
     listed = spread(
         link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"
     )
-    expected = check_files(_parsed(listed), source)
+    expected = check_files(listed, source)
     if into is not None:
         _clear(into)
     for name, size in expected.items():
@@ -194,11 +195,3 @@ def _clear(checkpoint: Path) -> None:
             f"{checkpoint} cannot be moved away, and another region's checkpoint is taken over only into an empty place: files "
             "of two checkpoints would mix. Remove it by hand, then resume."
         )
-
-
-def _parsed(listed: bytes) -> Any:
-    """What the bytes mean as JSON; None if they are none."""
-    try:
-        return json.loads(listed)
-    except (ValueError, RecursionError):
-        return None

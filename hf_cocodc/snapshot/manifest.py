@@ -21,7 +21,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError, CocodcError, reason
-from ..net.validation import Count
+from ..validation import Count
 
 FORMAT = 3
 """Raise it when earlier versions would misread the files, or this one theirs: it reads no other."""
@@ -134,7 +134,8 @@ def damage(checkpoint: Path) -> str | None:
     try:
         listed = read(checkpoint).files
         files = {name: file for name, file in listed.items() if not name.endswith(".md")}
-        return _changed(checkpoint, files) or _foreign(checkpoint, listed) or _edited(checkpoint, files)
+        come = (f"{name} was not there when the checkpoint was saved" for name in added(checkpoint, listed))
+        return _changed(checkpoint, files) or next(come, None) or _edited(checkpoint, files)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -150,12 +151,6 @@ def _changed(checkpoint: Path, files: Mapping[str, File]) -> str | None:
         if path.stat().st_size != file.size:
             return f"{name} has {path.stat().st_size} bytes, {file.size} were saved"
     return None
-
-
-def _foreign(checkpoint: Path, files: Mapping[str, File]) -> str | None:
-    """A file that has come since."""
-    name = next(added(checkpoint, files), None)
-    return None if name is None else f"{name} was not there when the checkpoint was saved"
 
 
 def added(checkpoint: Path, files: Mapping[str, File]) -> Iterator[str]:

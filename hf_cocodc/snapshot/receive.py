@@ -18,8 +18,8 @@ from ..errors import CheckpointError, DonorLost, LinkError, RunFinished, RunOver
 from ..link.log import Item, from_plain
 from ..net.connection import Connection
 from ..net.members import Member
-from ..net.validation import Count
 from ..status import say, tell
+from ..validation import Count
 from .donor import HEARTBEAT_S, Frames, Offer, OpenStream, offered
 from .files import check_files, make_own
 from .folders import PREFIX
@@ -54,12 +54,6 @@ class Received(NamedTuple):
     step: int
     run: int
     started: dict[str, Any]
-
-
-def received_in(plain: Any) -> Received:
-    """What another rank has received, from JSON."""
-    folder, *facts = plain
-    return Received(Path(folder), *facts)
 
 
 class Base:

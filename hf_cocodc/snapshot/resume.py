@@ -19,10 +19,10 @@ from accelerate import Accelerator
 
 from ..errors import CheckpointError, LinkError
 from ..link.base import Link
+from ..link.group import main_says
 from ..link.spreading import gather, spread_all
-from ..link.within import main_says
-from ..net.validation import Count, Positive
 from ..status import say
+from ..validation import Count, Positive
 from . import checkpoint as disk
 from . import folders, manifest
 from .files import take_over
@@ -264,7 +264,7 @@ def _asked_of_all(
         return ResumeRequest(True, not is_link, step, is_there)
 
     what = "what to begin from"
-    own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
+    own = main_says(link, accelerator, of_this, what, ResumeRequest)
     return gather(link, own, what)
 
 
@@ -317,7 +317,7 @@ def _of_all(
         accelerator,
         partial(_look, folder, bound),
         "the check of this region's checkpoints",
-        partial(msgspec.convert, type=tuple[Holdings, dict[int, str]], str_keys=True),
+        tuple[Holdings, dict[int, str]],
     )
     holdings = _of_every_region(link, own)
     silent = [region for region in there if region not in holdings]

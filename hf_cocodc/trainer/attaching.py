@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import TrackioCallback, get_reporting_integration_callbacks
 from transformers.trainer_utils import HubStrategy, SaveStrategy
@@ -79,6 +80,7 @@ def settle(trainer: Trainer, region: int, all_report: bool) -> None:
         args.output_dir = str(folder)
     if args.run_name is None:
         args.run_name = f"{folder.resolve().parent.name}-{folder.name}"
+    _forget_group()
     if all_report:
         group = args.run_name.removesuffix(f"-{folder.name}")
         args.run_name = f"{group}-{folder.name}"
@@ -89,9 +91,22 @@ def settle(trainer: Trainer, region: int, all_report: bool) -> None:
             trainer.remove_callback(tracker)
 
 
+_GROUP = "WANDB_RUN_GROUP"
+_groups: set[str] = set()
+"""Groups that we have named in this process; any other is the user's."""
+
+
+def _forget_group() -> None:
+    """Take back the group of an earlier Trainer, so that it is not this one's, too."""
+    if os.environ.get(_GROUP) in _groups:
+        del os.environ[_GROUP]
+
+
 def _group(trainer: Trainer, group: str) -> None:
     """Let W&B and trackio put the run of this region into a group, unless the user has named another one."""
-    os.environ.setdefault("WANDB_RUN_GROUP", group)
+    if _GROUP not in os.environ:
+        os.environ[_GROUP] = group
+        _groups.add(group)
     for tracker in trainer.callback_handler.callbacks:
         if isinstance(tracker, TrackioCallback):  # it calls init(), which has no variable for the group
             tracker._trackio = _Grouped(tracker._trackio, group)
@@ -123,6 +138,26 @@ def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> Non
     refuse_arguments(trainer.args, evaluate_on)
     for given in (trainer.optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]):
         refuse_two_sets_of_weights(given)
+
+
+def refuse_undealt(trainer: Trainer) -> None:
+    """Check that samples can be dealt to a Trainer (`regions.shards: dealt`). Raises InputError if not."""
+    dataset, strategy = trainer.train_dataset, trainer.args.train_sampling_strategy
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            "regions.shards=dealt deals samples by their numbers, and this Trainer's data is a stream. Give it a map-style "
+            "dataset (all of it, not a region_shard), or remove regions.shards."
+        )
+    own = [
+        name
+        for name in ("_get_train_sampler", "get_train_dataloader")
+        if getattr(type(trainer), name) is not getattr(Trainer, name)
+    ]
+    if own or strategy not in ("random", "sequential"):
+        given = f"{type(trainer).__name__}.{own[0]}" if own else f"train_sampling_strategy={strategy}"
+        raise InputError(
+            f"regions.shards=dealt decides which samples each region trains on, and so does {given}. Remove one of them."
+        )
 
 
 def refuse_arguments(args: TrainingArguments, evaluate_on: str) -> None:
@@ -171,15 +206,11 @@ def refuse_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> 
             f"{checkpoint} is of step {facts.step} of a run that had not finished, and max_steps={args.max_steps} leaves nothing "
             f"to train. Raise max_steps, or use the global model of this step: {checkpoint}."
         )
-    raise RunFinished(
-        f"the run has finished at step {facts.step}: nothing is left to train, and nothing was changed. Its model is in "
-        f"{_model_of(args, checkpoint)}. To train on, raise {'max_steps' if args.max_steps > 0 else 'num_train_epochs'}."
-    )
-
-
-def _model_of(args: TrainingArguments, checkpoint: Path) -> Path:
-    """Where the model of a finished run lies: in its last checkpoint, or its best."""
     best = None
     if args.load_best_model_at_end:
         best = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).best_global_step
-    return checkpoint.with_name(f"{PREFIX}{best}") if best else checkpoint
+    model = checkpoint.with_name(f"{PREFIX}{best}") if best else checkpoint
+    raise RunFinished(
+        f"the run has finished at step {facts.step}: nothing is left to train, and nothing was changed. Its model is in "
+        f"{model}. To train on, raise {'max_steps' if args.max_steps > 0 else 'num_train_epochs'}."
+    )

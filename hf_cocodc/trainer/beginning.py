@@ -12,7 +12,7 @@ import msgspec
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
-from ..errors import CheckpointError, HandshakeError, InputError
+from ..errors import CheckpointError, HandshakeError
 from ..link.base import Link
 from ..link.spreading import gather
 from ..run.resuming import get_base, joins
@@ -146,21 +146,22 @@ def _check_same_interval(by_region: Mapping[int, int], verb: str, setting: str) 
         )
 
 
-def refuse_epochs(args: TrainingArguments) -> None:
-    """Raise InputError if a Trainer saves or evaluates at ends of epochs: a region that comes back counts no whole epochs."""
+def why_fixed(args: TrainingArguments) -> str:
+    """Why a Trainer's run cannot go on without a lost region, in a sentence: it saves or evaluates at ends of epochs, and a
+    region that comes back counts no whole epochs. Empty if it can.
+    """
     for name, strategy in (("save_strategy", args.save_strategy), ("eval_strategy", args.eval_strategy)):
         if strategy in (IntervalStrategy.EPOCH, SaveStrategy.EPOCH):
             steps = name.replace("strategy", "steps")
-            raise InputError(
-                f"training.{name}=epoch with regions.on_loss=continue: a region that comes back in the middle of an epoch would "
-                f"end it at another inner step than the others. Set {name}=steps and {steps}."
+            return (
+                f"training.{name}=epoch, and a region that comes back in the middle of an epoch would end it at another inner "
+                f"step than the others. Set {name}=steps and {steps}."
             )
+    return ""
 
 
 def base_for(link: Link, trainer: Trainer) -> Received | None:
     """The base that a newcomer begins from; None for other regions. Raises LinkError if no member gives one."""
-    if link.is_elastic:
-        refuse_epochs(trainer.args)
     if not joins(link, trainer.accelerator):
         return None
     return get_base(link, trainer.accelerator, Path(trainer.args.output_dir or "."))

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accelerate import Accelerator
-from torch import nn
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
-from ..engine.replicas import Engine
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resuming import restore_buffers
-from ..snapshot.checkpoint import Facts, Saved, read_own
+from ..snapshot.checkpoint import Facts, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of, step_of
 from ..snapshot.resume import Start, damage_here
@@ -293,34 +291,17 @@ class Best:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."
             )
-        self._show(outer.synchronizer, best, read_own(outer.link, best))
-        self._note(best)
-        assert self.loaded is not None
-        step, value = self.loaded
-        outer.training.journal.write("best", step=step, metric=self.metric, value=value)
-
-    @property
-    def _model(self) -> nn.Module:
-        return self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
-
-    def _show(self, synchronizer: Engine, best: Path, saved: Saved) -> None:
-        """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""
-        self._restore_buffers(best)
-        synchronizer.show_saved(saved.state)
-
-    def _restore_buffers(self, best: Path) -> None:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         lane = self._trainer.accelerator.process_index if self._trainer.is_fsdp_enabled else 0
-        restore_buffers(self._model, best, lane)
-
-    def _note(self, best: Path) -> None:
-        """Note and log which weights the model holds now."""
-        state = self._trainer.state
-        step = step_of(best)
+        restore_buffers(model, best, lane)  # and all else that is not trained
+        outer.synchronizer.show_saved(read_own(outer.link, best).state)
+        state, step = self._trainer.state, step_of(best)
         self.loaded = step, float(state.best_metric)
         logger.info(
             "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",
             *(step, self.metric, state.best_metric),
         )
+        outer.training.journal.write("best", step=step, metric=self.metric, value=self.loaded[1])
 
 
 def _mean(outer: OuterOptimizer, own: Score, name: str) -> float:

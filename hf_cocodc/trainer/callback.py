@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..errors import InputError
 from ..link.base import Link
+from ..link.group import ranks_of_region
 from ..link.records import Ending
-from ..link.within import ranks_of_region
+from ..parts.deal import Portion
 from ..resolve import from_config
 from ..run.about import About, function_of, jsonable, refuse_another_run, scales_of
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.samples import first_samples
-from ..run.shards import facts_of_shards
+from ..run.shards import facts_of_shards, note_order
 from ..run.streams import RegionStride
 from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
@@ -34,9 +36,10 @@ from ..snapshot.checkpoint import Saved, read_own
 from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from ..status import tell
-from .attaching import find_trainer, refuse, refuse_finished, settle, wrap_class
-from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told
+from .attaching import find_trainer, refuse, refuse_finished, refuse_undealt, settle, wrap_class
+from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told, why_fixed
 from .best import Best
+from .feed import Feed
 from .leaving import answer, first_signal, leave, say_farewell
 from .loop import TrainerLoop, go_along, restore_callbacks
 from .patches import Patches
@@ -81,6 +84,7 @@ class CoCoDCCallback(TrainerCallback):
 
     Attributes:
         outer: the outer optimizer of the run; None before training.
+        recipe: what machines get that join without a recipe (`settings/handed.py`); None in a script.
         started: when training started, by the link's clock.
         blocked_before: seconds that training was blocked before it was resumed.
 
@@ -113,6 +117,7 @@ class CoCoDCCallback(TrainerCallback):
         self.evaluate_on = evaluate_on
         self.outer: OuterOptimizer | None = None
         self._given_link, self._facts, self._about = link, facts or {}, About()
+        self.recipe: Mapping[str, Any] | None = None
         self._link: Link | None = None
         self._saved: Saved | None = None
         self._start = Start(None)
@@ -150,6 +155,8 @@ class CoCoDCCallback(TrainerCallback):
                 "this Trainer trains already, without CoCoDCCallback. Call callback.attach(trainer) before trainer.train()."
             )
         refuse(trainer, self, self.evaluate_on)
+        if self.regions.shards == "dealt":
+            refuse_undealt(trainer)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -157,7 +164,10 @@ class CoCoDCCallback(TrainerCallback):
         settle(trainer, self.region, all_report)
         averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
         self._best = Best(trainer, averages)
-        self.place = StreamPlace(trainer)
+        is_dealt = self.regions.rule_of_batch is not None
+        self.place = StreamPlace(trainer, is_dealt)
+        num_parts = max(self.num_regions, 1) if self.regions.shards == "dealt" else None
+        self.feed = Feed(trainer, self.place, self._now, num_parts) if is_dealt else None
         Patches(trainer, self, self._best)
         return self
 
@@ -182,7 +192,9 @@ class CoCoDCCallback(TrainerCallback):
             torch.manual_seed(args.seed + self.region)
         loader, averages = kwargs.get("train_dataloader"), self._best.averages
         habits = check_habits(self._link, args, state, loader, averages, told(self._base, Habits))
-        loop = TrainerLoop(trainer, self._beginning, habits, lambda: self._best.stand_in(self._running))
+        loop = TrainerLoop(
+            trainer, self._beginning, habits, lambda: self._best.stand_in(self._running), self.feed
+        )
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -255,7 +267,7 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
-        if self._is_coming and self.place.is_at_start:  # else it had trained this pass when it left
+        if self._is_coming and not self.place.trained:  # else it had trained this pass when it left
             raise InputError(f"region {self.region} joins a run, but its data has no batch. Give it data.")
         # Trainer asks to stop if an epoch had no data left; after a resume it may skip all of an epoch's data
         dry = state.global_step == self._epoch_began_at and control.should_training_stop
@@ -338,6 +350,10 @@ class CoCoDCCallback(TrainerCallback):
         resumed = None if checkpoint is None else Path(checkpoint)
         return self.place.begin(epochs, batches, resumed, None if self._base is None else self._base.run)
 
+    def _now(self) -> tuple[Portion, int]:
+        """The part of the samples that this region is dealt, and its next inner step."""
+        return self._running.synchronizer.portion, self._running.inner_step + 1
+
     @property
     def has_joined(self) -> bool:
         """Whether this region has come into a run that trained already."""
@@ -399,14 +415,18 @@ class CoCoDCCallback(TrainerCallback):
     def _meet(self, trainer: Trainer) -> Link:
         """Meet the other regions."""
         bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        self._about = of_trainer(trainer, bare, self._facts)
+        is_dealt = self.regions.shards == "dealt"
+        if is_dealt:
+            note_order(trainer.train_dataset)
+        self._about = replace(of_trainer(trainer, bare, self._facts, is_dealt), recipe=self.recipe)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
         mine = (trainer.accelerator, bare, self.config, self.regions, given)
         return meet(self._given_link, *mine, about=self._about)
 
     def _note_signal(self, name: str) -> None:
         self._signal = name
-        sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
+        leaves = self._link is not None and self._link.is_elastic and self.regions.leaves_alone
+        sys.stderr.write(answer(name, self.region, leaves))
         if self.outer is not None:
             self.outer.ask_to_stop(name)
 
@@ -415,8 +435,10 @@ class CoCoDCCallback(TrainerCallback):
 wrap_class(CoCoDCCallback)
 
 
-def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:
-    """What this region's Trainer trains, an unwrapped model, with `more` facts by name."""
+def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any], is_dealt: bool = False) -> About:
+    """What this region's Trainer trains, an unwrapped model, with `more` facts by name. `is_dealt`: its dataset has the
+    samples of all regions.
+    """
     args = trainer.args
     facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in COMPARED}
     # of all devices of this process, too: Trainer trains with DataParallel on several
@@ -427,5 +449,6 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
         run=Path(args.output_dir or ".").resolve().parent.name,
         model=function_of(model, trainer.processing_class),
         facts={**facts, **scales_of(model), **facts_of_shards(), **jsonable(dict(more))},
-        first_samples=first_samples(trainer.train_dataset),
+        first_samples="" if is_dealt else first_samples(trainer.train_dataset),
+        why_fixed=why_fixed(args),
     )

@@ -3,13 +3,12 @@
 import contextlib
 import inspect
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from transformers import Trainer
 from transformers import trainer as its_module
 
@@ -23,24 +22,24 @@ logger = logging.getLogger(__name__)
 
 TAG = "hf-cocodc"
 HEADING = "## Trained across regions"
-END = "<!-- end of the section of hf_cocodc; what follows stays -->"
 README = "README.md"
+_TEMPLATE = Path(__file__).with_name("card.md.j2")
 _UNKNOWN = {
     "This model is a fine-tuned version of [](https://huggingface.co/) on ": "This model was trained from scratch on ",
     " on the None dataset.": " on an unknown dataset.",
 }
-"""What Trainer's draft says of a model and of a dataset that have no name, and what is meant."""
-_EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
+"""What Trainer's draft says of a model and of a dataset that have no name, and what is meant; none of its arguments says so."""
 
 OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-machine-*.txt")
 """Patterns of what is never uploaded: journal, checkpoints, folders of regions, and logs of `hf-cocodc train`."""
 
 
-def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str:
-    """The card's section, in Markdown. `best`: inner step and metric of the weights, if they are not the last ones."""
+def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> dict[str, Any]:
+    """What the card's section says, by the names of the template. `best`: inner step and metric of the weights, if they are not
+    the last ones.
+    """
     settings, synchronizer = outer.settings, outer.synchronizer
     interval = settings.get("sync_interval")  # a method of a user's own need not have one
-    paper = paper_of(str(settings["method"]))
     steps, landings, fragments = (
         synchronizer.inner_step,
         synchronizer.totals.landings,
@@ -67,60 +66,40 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         if name not in ("method", "sync_interval", "codec", "num_fragments", "digest_interval")
         and not name.startswith(SOURCE)
     )
-    own = "" if synchronizer.method.outer.regions_agree else _EAGER
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        f"{HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
-        f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
-        + (f"Other settings: {others}.\n" if others else "")
-        + (f"\nPaper: [{paper[0]}](https://arxiv.org/abs/{paper[1]}).\n" if paper else "")
-    )
+    return {
+        "rows": rows,
+        "others": others,
+        "paper": paper_of(str(settings["method"])),
+        "regions_agree": synchronizer.method.outer.regions_agree,
+    }
 
 
-def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Let Trainer's method `create` draft the card, and add our section; what a user wrote behind it stays.
-
-    Trainer's draft is named after the folder of the run, not after a region's. Where it has no name for the base model or for
-    the dataset, it says so in words.
+def draft(folder: Path, section: dict[str, Any], create: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Let the trainer's method `create` draft the card, named after the folder of the run and not after a region's, and add our
+    section.
     """
-    path = folder / README
-    behind = _apart(path.read_text(encoding="utf-8"))[1] if path.is_file() else ""
     takes = inspect.signature(create)
     given = takes.bind(*args, **kwargs)
     if "model_name" in takes.parameters and given.arguments.get("model_name") in (None, folder.name):
         given.arguments["model_name"] = folder.absolute().parent.name or None
     create(*given.args, **given.kwargs)
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        for phrase, replacement in _UNKNOWN.items():
-            text = text.replace(phrase, replacement)
-        path.write_text(text, encoding="utf-8")
-    write(folder, section, behind)
+    if (folder / README).is_file():
+        write(folder, section)
 
 
-def write(folder: Path, section: str, behind: str = "") -> None:
-    """Put the section into the folder's README.md, in the place of an earlier one, or before `behind` at the end."""
+def write(folder: Path, section: dict[str, Any]) -> None:
+    """Put the section at the end of the folder's README.md, in the place of an earlier one."""
     path = folder / README
     card = (
-        ModelCard.load(path, ignore_metadata_errors=True)
-        if path.is_file()
-        else ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
+        ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else ModelCard("---\n{}\n---\n")
     )
-    before, after = _apart(card.text)
-    parts = (before, section, END, after, behind)
-    card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
-    tags = list(card.data.get("tags") or [])
-    card.data["tags"] = [*tags, *([] if TAG in tags else [TAG])]
-    card.save(path)
-
-
-def _apart(text: str) -> tuple[str, str]:
-    """What stands before and behind our section. One whose end a user has deleted ends at the next heading."""
-    before, heading, rest = text.partition(HEADING)
-    if END in rest:
-        return before, rest.partition(END)[2]
-    later = re.search(r"^##? ", rest, re.MULTILINE)
-    return before, rest[later.start() :] if heading and later else ""
+    text = card.text.partition(HEADING)[0].strip()
+    for phrase, meant in _UNKNOWN.items():
+        text = text.replace(phrase, meant)
+    data: Any = card.data
+    tags = list(data.get("tags") or [])
+    data["tags"] = [*tags, *([] if TAG in tags else [TAG])]
+    ModelCard.from_template(data, template_path=str(_TEMPLATE), draft=text, **section).save(path)
 
 
 def create_repository(trainer: Trainer, region: int, create: Callable[[], None]) -> None:

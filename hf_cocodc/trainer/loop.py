@@ -5,24 +5,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from ..engine.balance import Batch
 from ..run.loop import save_shards
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
 from .beginning import Beginning, Habits, metric_of
+from .feed import Feed
 
 
 class TrainerLoop:
     """A Trainer's loop; see `run.loop.Loop`. `stand_in` is called without arguments."""
 
     def __init__(
-        self, trainer: Trainer, agreed: Beginning, habits: Habits, stand_in: Callable[[], None]
+        self,
+        trainer: Trainer,
+        agreed: Beginning,
+        habits: Habits,
+        stand_in: Callable[[], None],
+        feed: Feed | None = None,
     ) -> None:
-        self._trainer, self.stand_in = trainer, stand_in
+        self._trainer, self.stand_in, self._feed = trainer, stand_in, feed
         self.started = {"run": agreed.run, "Beginning": list(agreed), "Habits": list(habits)}
         self.keeps_link = metric_of(trainer.args) is not None
+
+    @property
+    def batch(self) -> Batch:
+        args = self._trainer.args
+        unit = args.train_batch_size * args.world_size
+        return Batch(unit * args.gradient_accumulation_steps, unit)
+
+    def deal(self, micro_batches: int) -> None:
+        assert self._feed is not None
+        self._feed.micro_batches = micro_batches
+
+    def refuse_undealt(self, rule: str | None, micro_batches: int) -> None:
+        """Its Trainer follows."""
 
     def inner(self) -> Inner:
         trainer = self._trainer
@@ -58,16 +79,16 @@ class TrainerLoop:
             for group, rate in zip(self._trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
 
+    def save_model(self, folder: Path, model: nn.Module) -> None:
+        self._trainer.save_model(str(folder), _internal_call=True)
+
     def _save_rest(self, folder: Path) -> None:
         trainer = self._trainer
         save_shards(trainer.accelerator, [trainer.optimizer], [trainer.model], folder)
-        if trainer.accelerator.is_main_process:
-            self._save_state(folder)
-
-    def _save_state(self, folder: Path) -> None:
-        """Write Trainer's state as it does in a checkpoint."""
-        state = self._trainer.state
-        for each in (*self._trainer.callback_handler.callbacks, self._trainer.control):
+        if not trainer.accelerator.is_main_process:
+            return
+        state = trainer.state  # written as Trainer does in a checkpoint
+        for each in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(each, ExportableState) and not isinstance(
                 state.stateful_callbacks.get(type(each).__name__), list
             ):

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,17 @@ from torch import Tensor
 from transformers import Trainer
 
 from ..errors import CheckpointError, InputError
+from ..link.group import wait_for_ranks
 from ..link.process_state import random_state_kept
-from ..link.within import wait_for_ranks
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..settings import ENV_RESUME
+from ..settings.environment import ENV_RESUME
 from ..snapshot.folders import PREFIX, make_room, point, rotate, step_of
 from ..snapshot.manifest import saving
 from ..status import during
 from . import hub, weights
 from .best import Best
+from .feed import Bundle
 from .hub import leave_to_region_0, only_the_model
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ WRAPPED = {
     "_init_training_state": ("resume_from_checkpoint",),
     "get_train_dataloader": (),
     "get_batch_samples": (),
+    "_get_train_sampler": (),
+    "training_step": (),
+    "floating_point_ops": (),
+    "_track_num_input_tokens": (),
     "evaluate": (),
     "predict": (),
     "log": ("logs",),
@@ -56,6 +62,8 @@ WRAPPED = {
     "_load_best_model": (),
 }
 """Methods of Trainer that are wrapped, with the parameters that the wrappers name."""
+OF_DEALS = ("_get_train_sampler", "training_step", "floating_point_ops", "_track_num_input_tokens")
+"""Those that are only wrapped where micro-batches or samples are dealt."""
 CALLED = {
     "_determine_best_metric": ("metrics", "trial"),
     "_evaluate": ("trial", "ignore_keys_for_eval"),
@@ -84,8 +92,10 @@ class Patches:
         handler = trainer.callback_handler
         handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
         self._resumes = os.environ.get(ENV_RESUME) == "1"  # once: what a script trains after that begins anew
-        # Trainer calls this one in every inner step
-        unneeded = () if callback.config.weights == "tokens" else ("get_batch_samples",)
+        # Trainer calls these in every inner step
+        unneeded = set() if callback.feed else {*OF_DEALS}
+        if not callback.feed and callback.config.weights != "tokens":
+            unneeded.add("get_batch_samples")
         for name in WRAPPED.keys() - unneeded:
             original = getattr(trainer, name)
             wrapper = functools.partial(getattr(self, name), original)
@@ -129,20 +139,46 @@ class Patches:
         trainer, collate = self._trainer, self._trainer.data_collator
         trainer.data_collator = self._callback.place.recording(collate)
         try:
-            return get()
+            loader = get()
         finally:
             trainer.data_collator = collate
+        if self._callback.feed is not None:
+            self._callback.feed.begin(loader)
+        return loader
 
-    def get_batch_samples(self, get: Callable, *args: Any, **kwargs: Any) -> tuple:
-        """Counts the tokens of the next inner step, which are its weight."""
-        batches, *rest = get(*args, **kwargs)
-        if self._callback.outer is not None:
+    def get_batch_samples(
+        self, get: Callable, batches: Any, num_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """Gets the micro-batches that this region was dealt, and counts their tokens where these are its weight."""
+        feed = self._callback.feed
+        mine = (batches, num_batches) if feed is None else (feed, feed.micro_batches)
+        batches, *rest = get(*mine, *args, **kwargs)
+        if self._callback.outer is not None and self._callback.config.weights == "tokens":
             tokens = self._callback.outer.training.tokens
             try:
                 tokens.note(tokens_of(batches))
             except InputError as error:  # the other ranks of the region need not have such a batch
                 tokens.fail(error)
-        return batches, *rest
+        return batches if feed is None else feed.bundles(batches, num_batches), *rest
+
+    def _get_train_sampler(self, get: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Gives the samples that this region is dealt."""
+        assert self._callback.feed is not None
+        return self._callback.feed.sampler() or get(*args, **kwargs)
+
+    def training_step(self, step: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """Makes a step of each micro-batch that Trainer takes for one."""
+        assert self._callback.feed is not None
+        return self._callback.feed.train(step, *args, **kwargs)
+
+    def floating_point_ops(self, count: Callable, inputs: Any) -> Any:
+        """Counts those of each micro-batch."""
+        return sum(map(count, inputs)) if isinstance(inputs, Bundle) else count(inputs)
+
+    def _track_num_input_tokens(self, track: Callable, inputs: Any) -> None:
+        """Counts those of each micro-batch."""
+        for each in inputs if isinstance(inputs, Bundle) else (inputs,):
+            track(each)
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""
@@ -159,7 +195,7 @@ class Patches:
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
             assert spent is not None
             outer.training.journal.write(
-                "evaluate", **{**metrics, "step": step, "weights": weights, **spent()}
+                "evaluate", **{**numbers_in(metrics), "step": step, "weights": weights, **spent()}
             )
         return metrics
 
@@ -217,7 +253,8 @@ class Patches:
         outer, trainer = self._callback.outer, self._trainer
         swap = self._callback.in_training
         folder = Path(output_dir or trainer.args.output_dir or ".")
-        with saving(folder), self._own_global_weights() if swap else contextlib.nullcontext():
+        shown = outer.own_global_weights(everywhere=False) if outer is not None and swap else None
+        with saving(folder), shown or contextlib.nullcontext():
             if outer is None:
                 save_model(output_dir, _internal_call)
                 return
@@ -323,9 +360,23 @@ class Patches:
         finally:
             self._shows_global = False
 
-    def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
-        assert self._callback.outer is not None
-        return self._callback.outer.own_global_weights(everywhere=False)
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among metrics, as JSON can express them. A script may have others, which a journal does not take.
+
+    >>> import torch
+    >>> numbers_in({"eval_loss": 2.5, "eval_accuracy": "good", "eval_f1": torch.tensor(0.5), "eval_passed": True})
+    {'eval_loss': 2.5, 'eval_f1': 0.5, 'eval_passed': 1.0}
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = value
+        elif isinstance(value, Real):
+            found[name] = float(value)
+    return found
 
 
 def tokens_of(batches: Iterable[Any]) -> Any:

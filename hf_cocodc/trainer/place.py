@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from ..link.within import from_main
+from ..link.group import from_main
 from ..run.streams import is_exact
 from ..snapshot.folders import usable
 
@@ -22,11 +22,15 @@ class StreamPlace:
     """The place of one Trainer, of which only a stream's counts: samples of other datasets are drawn by the number of the step.
 
     Without a state, what was trained is read and skipped again.
+
+    Attributes:
+        passes: those that were made before the present one.
+        trained: batches of the present pass that this rank has trained on, here or before a resume, or has got for the next step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._pass = self._trained = self._read = 0
+    def __init__(self, trainer: Trainer, is_dealt: bool = False) -> None:
+        self._trainer, self._is_dealt = trainer, is_dealt
+        self.passes = self.trained = self._read = 0
         self._has_begun = False
         self._states: deque[tuple[int, Any]] = deque(maxlen=1)
         self._loaded: dict[str, Any] | None = None
@@ -34,9 +38,8 @@ class StreamPlace:
     @property
     def _counts(self) -> bool:
         return (
-            isinstance(self._trainer.train_dataset, IterableDataset)
-            and not self._trainer.args.ignore_data_skip
-        )
+            self._is_dealt or isinstance(self._trainer.train_dataset, IterableDataset)
+        ) and not self._trainer.args.ignore_data_skip
 
     @property
     def _keeps_states(self) -> bool:
@@ -44,6 +47,7 @@ class StreamPlace:
         args = self._trainer.args
         return (
             self._counts
+            and not self._is_dealt
             and not args.dataloader_num_workers
             and args.world_size == 1
             and is_exact(self._trainer.train_dataset)
@@ -59,7 +63,7 @@ class StreamPlace:
         step = self._trainer.args.gradient_accumulation_steps
         self._states = deque(maxlen=2 * step + 2)  # some are read ahead
         self._has_begun = False
-        self._pass, self._trained, self._read = epochs, batches, 0
+        self.passes, self.trained, self._read = epochs, batches, 0
         if not self._counts:
             return epochs, batches
         if joined is not None:
@@ -69,34 +73,36 @@ class StreamPlace:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
         found = from_main(self._trainer.accelerator, found)
         if found is None and joined is not None:
-            self._pass = self._trained = 0
+            self.passes = self.trained = 0
         elif found is not None:
             # a step may be divided into more or fewer batches than before, as on another number of GPUs
-            self._pass, self._trained = found["pass"], -(-found["batches"] * step // found["accumulate"])
+            self.passes, self.trained = found["pass"], -(-found["batches"] * step // found["accumulate"])
+        if self._is_dealt:
+            return epochs, batches  # Trainer counts on, and reads nothing
         if found is None or found["state"] is None or not self._keeps_states:
-            return self._pass, self._trained
+            return self.passes, self.trained
         self._trainer.train_dataset.load_state_dict(found["state"])
         self._loaded = found["state"]
-        self._read = self._trained - step
-        return self._pass, step
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether nothing of the present pass has been trained, here or before a resume."""
-        return not self._trained
+        self._read = self.trained - step
+        return self.passes, step
 
     def begin_pass(self) -> None:
-        """Call at the beginning of each pass."""
-        if self._has_begun:
-            self._pass, self._trained, self._read = self._pass + 1, 0, 0
-            self._states.clear()
+        """Call at the beginning of each of Trainer's epochs."""
+        if self._has_begun and not self._is_dealt:
+            self.next_pass()
         self._has_begun = True
+
+    def next_pass(self) -> None:
+        """The present pass is over."""
+        self.passes, self.trained, self._read = self.passes + 1, 0, 0
+        self._states.clear()
 
     def after_step(self) -> None:
         if self._loaded is not None:  # a stream would begin there once more, whenever it is read in this pass
             self._trainer.train_dataset.load_state_dict({**self._loaded, "epoch": -1})
             self._loaded = None
-        self._trained += self._trainer.current_gradient_accumulation_steps
+        if not self._is_dealt:
+            self.trained += self._trainer.current_gradient_accumulation_steps
 
     def recording(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate`, which also keeps the state of the stream after the samples of a batch, if reading can go on from it."""
@@ -115,7 +121,7 @@ class StreamPlace:
         """Add the place to a checkpoint that is being written."""
         if self._counts and self._trainer.args.should_save:
             accumulate = self._trainer.args.gradient_accumulation_steps
-            before = self._trained - accumulate
+            before = self.trained - accumulate
             state = next((state for read, state in self._states if read == before), None)
-            place = {"pass": self._pass, "batches": self._trained, "accumulate": accumulate, "state": state}
+            place = {"pass": self.passes, "batches": self.trained, "accumulate": accumulate, "state": state}
             (checkpoint / FILE).write_text(json.dumps(place), encoding="utf-8")

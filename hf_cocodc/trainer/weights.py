@@ -75,7 +75,7 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     Of a checkpoint that was taken over, only what is not trained: the rest are the global params, which the outer optimizer
     copies into the model. Raises CheckpointError if the checkpoint has other weights than the model.
     """
-    model = _bare(trainer)
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     lane = trainer.accelerator.process_index if trainer.is_fsdp_enabled else 0
     saved = read(checkpoint, with_values=False)
     taken_over = saved.facts.taken_over
@@ -84,7 +84,3 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     expected = local_weights.buffers(model) if trainer.is_fsdp_enabled else local_weights.kept(model)
     names = expected.keys() - saved.synchronized if taken_over else expected.keys()
     local_weights.restore(model, checkpoint, names, lane)
-
-
-def _bare(trainer: Trainer) -> Any:
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

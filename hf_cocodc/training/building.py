@@ -68,12 +68,31 @@ def blaming(section: str) -> Iterator[None]:
 
 def arguments(recipe: Recipe, kind: type) -> Any:
     """The `TrainingArguments` of a recipe. Raises InputError if a value is refused."""
-    ours = {"optim": "adamw_torch"} if has_muon(recipe) else {}
+    given = recipe.training
+    if has_muon(recipe):
+        from ..run.muon import BETAS
+
+        given = {"adam_beta2": BETAS[1], **given, "optim": "adamw_torch"}
     with blaming("training"):
-        args = kind(**{**recipe.training, **ours, "output_dir": str(output_dir(recipe))})
+        args = kind(**{**given, "output_dir": str(output_dir(recipe))})
     wanted = args.dataloader_num_workers
     args.dataloader_num_workers = at_most_cores("training.dataloader_num_workers", wanted)
     return args
+
+
+def batch_of(args: Any) -> int:
+    """Sequences of an inner step of a region."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def device_of(args: Any) -> str:
+    """On what a region trains, in words."""
+    import torch
+
+    if args.device.type == "cpu":
+        return "CPU"
+    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
+    return f"{max(1, args.n_gpu) * args.world_size} x {name}"
 
 
 def at_most_cores(setting: str, wanted: int) -> int:
@@ -156,16 +175,12 @@ def model(recipe: Recipe, vocab_size: int) -> Any:
 
 def config(recipe: Recipe, vocab_size: int) -> Any:
     """The config of a recipe's model: from the recipe, or the one that belongs to trained weights."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     section = recipe.model
     if section.config is not None:
         kind = section.config["model_type"]
-        if kind not in CONFIG_MAPPING:
-            raise InputError(
-                f"model.config.model_type={shown(kind)} is not known.{nearest(kind, list(CONFIG_MAPPING))}"
-            )
-        _refuse_misspelled(section.config, CONFIG_MAPPING[kind])
+        _refuse_misspelled(section.config, _config_of(kind))
         with blaming("model.config"):
             config = AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
         layers = getattr(config, "num_hidden_layers", None)
@@ -176,11 +191,33 @@ def config(recipe: Recipe, vocab_size: int) -> Any:
         return AutoConfig.from_pretrained(section.name_or_path)
 
 
+def _config_of(model_type: str) -> type:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"model.config.model_type={shown(model_type)} is not known.{nearest(model_type, list(CONFIG_MAPPING))}"
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _known_to(kind: type) -> list[str]:
+    """The settings of a config, among other names; empty if it cannot be asked."""
+    with contextlib.suppress(Exception):  # some need arguments
+        return dir(kind())
+    return []
+
+
+def refuse_unknown_setting(model_type: str, key: str) -> None:
+    """Raise InputError if the config of a type of model has no setting of this name, which a null would remove."""
+    known = _known_to(_config_of(model_type))
+    if known and key not in known:
+        raise InputError(f"unknown key model.config.{short(key)}.{nearest(key, known)}")
+
+
 def _refuse_misspelled(given: Mapping[str, Any], kind: type) -> None:
     """Refuse a key that a config does not have, but nearly: Transformers takes any, and builds a model without it."""
-    known: list[str] = []
-    with contextlib.suppress(Exception):  # some need arguments
-        known = dir(kind())
+    known = _known_to(kind)
     for key in given:
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
         if key not in known and close:

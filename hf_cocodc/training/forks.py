@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from types import ModuleType
 
@@ -42,23 +41,15 @@ def load_ahead() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a region needs: its whole environment, the file for what it prints, and the arguments of `hf_cocodc.train`."""
-
-    env: Mapping[str, str]
-    log: str
-    arguments: Sequence[str]
-
-
 class Fork:
-    """A process that trains one region of a recipe, as `python -m hf_cocodc.train` does; else like `subprocess.Popen`. It has a
-    process group of its own.
+    """A process that trains one region of a recipe, as `python -m hf_cocodc.train ARGUMENTS` does; else like `subprocess.Popen`.
+    It has a process group of its own. `env`: its whole environment; `log`: the file for what it prints.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, env: Mapping[str, str], log: str, arguments: Sequence[str]) -> None:
         load_ahead()
-        self._process = multiprocessing.get_context("forkserver").Process(target=_live, args=(job,))
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_live, args=(env, log, arguments))
         try:
             with _without_main():
                 self._process.start()
@@ -109,20 +100,20 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _live(job: Job) -> None:
+def _live(env: Mapping[str, str], log: str, arguments: Sequence[str]) -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _draw_anew()
     # a number of the command's, not the user's: OpenMP has read the user's when it was loaded
-    threads, loaded_with = (each.get("OMP_NUM_THREADS", "") for each in (job.env, os.environ))
+    threads, loaded_with = (each.get("OMP_NUM_THREADS", "") for each in (env, os.environ))
     os.environ.clear()
-    os.environ.update(job.env)
-    sys.argv = ["hf_cocodc.train", *job.arguments]
+    os.environ.update(env)
+    sys.argv = ["hf_cocodc.train", *arguments]
     sys.path.insert(0, os.getcwd())
-    with open(os.devnull, "rb") as nothing, open(job.log, "ab") as log:
+    with open(os.devnull, "rb") as nothing, open(log, "ab") as out:
         os.dup2(nothing.fileno(), 0)
         for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
+            os.dup2(out.fileno(), stream)
     import torch
 
     from .train import main
@@ -130,7 +121,7 @@ def _live(job: Job) -> None:
     if threads != loaded_with:
         torch.set_num_threads(int(threads))
     try:
-        end(main(job.arguments))
+        end(main(arguments))
     finally:  # multiprocessing leaves out what ends any other Python process
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

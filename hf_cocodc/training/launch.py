@@ -5,6 +5,7 @@ than regions, the regions share them. A region ends when the command that starte
 unwatched.
 """
 
+import argparse
 import atexit
 import contextlib
 import math
@@ -22,13 +23,14 @@ from typing import IO, Any
 
 import psutil
 
-from ..errors import RunStopped
+from ..errors import InputError, RunStopped
 from ..run.gpus import VISIBLE, shares, sharing, visible
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
-from ..settings import ENV_REGION, ENV_REGIONS, RegionConfig
-from ..status import ENV_STATUS, LEFT, heard
-from .forks import Fork, Job, can_load_ahead
+from ..settings import RegionConfig
+from ..settings.environment import ENV_REGION, ENV_REGIONS, ENV_SPLIT
+from ..status import ENV_LOG, ENV_STATUS, LEFT, heard
+from .forks import Fork, can_load_ahead
 from .region import ENV_COMMAND, ENV_HERE, ENV_OUTLIVES
 
 _ON_CPUS = {
@@ -46,7 +48,8 @@ _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 @dataclass
 class RegionProcess:
-    """A region that this process has started: `process` is a launcher, or its only rank (`is_rank`). In its `log` come earlier
+    """A region that this process has started: `process` is a launcher, or its only rank (`is_rank`); a split launch has one
+    for all its regions. In its `log` come earlier
     runs first.
     """
 
@@ -84,6 +87,26 @@ class RegionProcess:
         """The last lines that the region printed."""
         text = Path(self.log.name).read_bytes()[self.log_begins_at :].decode("utf-8", errors="replace")
         return text.rstrip().splitlines()[-count:]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended otherwise than well. Regions of a split launch share its exit code, and tell of their own ends."""
+        return bool(self.process.returncode) or self.error() is not None
+
+    @property
+    def blame(self) -> tuple:
+        """Sorts regions that have failed at once, as those of a split launch do: what will not pass comes first, then who was
+        killed, then who told of an error first; last, who has stopped with a checkpoint, or ended well.
+        """
+        told, error = self.told, self.error()
+        is_refused = error is not None and error[1] == InputError.exit_code
+        return (
+            told.get("is_done", False),
+            self.has_stopped,
+            not is_refused,
+            error is not None,
+            told.get("since", 0.0),
+        )
 
     def error(self) -> tuple[str, int] | None:
         """The error that ended the region and its exit code; None if the region told of no error."""
@@ -146,17 +169,20 @@ def machine_of(launcher_args: Sequence[str]) -> int:
 
     Machine 0 has the region's rank 0, which writes the journal. Only its command shows a summary and draws the picture.
     """
-    if not launcher_args:
-        return 0
+    return (told_accelerate(launcher_args).machine_rank or 0) if launcher_args else 0
+
+
+def told_accelerate(launcher_args: Sequence[str]) -> argparse.Namespace:
+    """What accelerate launch is told: by its arguments, and where they say nothing, by its configuration, if there is one."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
     given, _ = launch_command_parser().parse_known_args([*launcher_args, "-m", "hf_cocodc.train"])
-    if given.machine_rank is not None:
-        return given.machine_rank
     if given.config_file is not None or (Path(default_config_file).is_file() and not given.cpu):
-        return load_config_from_file(given.config_file).machine_rank
-    return 0
+        for name, value in vars(load_config_from_file(given.config_file)).items():
+            if getattr(given, name, None) is None:
+                setattr(given, name, value)
+    return given
 
 
 def configured(launcher_args: Sequence[str]) -> str | None:
@@ -202,20 +228,24 @@ class Program:
         launcher: arguments for the accelerate launch of a region; with none, we choose them.
         folder: where each region has a folder for its log.
         use_cpu: it trains on the CPU, whatever this machine has.
+        split: one accelerate launch is divided so into regions (HF_COCODC_SPLIT); None gives each region its own.
     """
 
     words: Sequence[str]
     launcher: Sequence[str]
     folder: Path
     use_cpu: bool = False
+    split: str | None = None
 
     @property
     def may_be_forked(self) -> bool:
         """Whether its libraries may be loaded ahead. A script may have settings for them, which it makes before it loads them."""
-        return list(self.words[:2]) == OF_RECIPES and not self.launcher and can_load_ahead()
+        return list(self.words[:2]) == OF_RECIPES and not self.has_launcher and can_load_ahead()
 
-    def folder_of(self, region: int) -> Path:
-        return self.folder / f"region-{region}"
+    @property
+    def has_launcher(self) -> bool:
+        """Whether an accelerate launch of the user's own arguments or configuration starts its ranks."""
+        return bool(self.launcher) or self.split is not None
 
 
 OF_RECIPES = ["-m", "hf_cocodc.train"]
@@ -234,13 +264,15 @@ class Launch:
 
 
 def launches(program: Program, regions: Sequence[int], count: int, env: Mapping[str, str]) -> list[Launch]:
-    """How each of `regions` is started here, in a run of `count`; `env` is the same for all."""
+    """How each of `regions` is started here, in a run of `count`; `env` is the same for all. A split launch starts all in one."""
     gpus = _gpus(program)
     planned = []
     for place, region in enumerate(regions):
-        own_env = {ENV_REGION: str(region), ENV_REGIONS: str(count), ENV_HERE: str(len(regions)), **env}
+        numbers = {ENV_REGION: str(region), ENV_REGIONS: str(count)}
+        own_env = numbers if program.split is None else {ENV_SPLIT: program.split}
+        own_env |= {ENV_HERE: str(len(regions)), **env}
         command = [sys.executable]
-        if program.launcher:
+        if program.has_launcher:
             command += [*_LAUNCHER, *program.launcher]
         elif gpus:
             own = shares(gpus, len(regions))[place]
@@ -252,9 +284,9 @@ def launches(program: Program, regions: Sequence[int], count: int, env: Mapping[
                 own_env[VISIBLE] = ""  # a loader that pins memory would start CUDA
             if "OMP_NUM_THREADS" not in os.environ:
                 own_env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(regions)))
-        is_rank = not program.launcher and not gpus
+        is_rank = not program.has_launcher and not gpus
         command += program.words
-        planned.append(Launch(region, program.folder_of(region), own_env, command, is_rank))
+        planned.append(Launch(region, program.folder / f"region-{region}", own_env, command, is_rank))
     return planned
 
 
@@ -269,7 +301,7 @@ def _gpus(program: Program) -> list[str]:
 
 def sharing_here(program: Program, regions: int) -> str | None:
     """A sentence, if that many regions share the GPUs of this machine. Arguments for it leave the GPUs to the launcher."""
-    return None if program.launcher else sharing(len(_gpus(program)), regions)
+    return None if program.has_launcher else sharing(len(_gpus(program)), regions)
 
 
 def start(
@@ -295,15 +327,20 @@ def start(
                 ENV_COMMAND: str(os.getpid()),
                 ENV_OUTLIVES: str(int(outlive_us)),
             }
-            log = _open_log(each.folder / f"{log_name(machine)}.txt", continues)
+            path = each.folder / f"{log_name(machine)}.txt"
+            if not continues and path.is_file():
+                path.rename(earlier_name(path))
+            log = path.open("ab")
             log_begins_at = log.tell()
             process: Fork | subprocess.Popen
-            if each.is_rank and program.may_be_forked:
-                process = Fork(Job(env, log.name, each.command[3:]))
+            if program.split is not None and started:
+                process = started[0].process
+            elif each.is_rank and program.may_be_forked:
+                process = Fork(env, log.name, each.command[3:])
             else:
                 process = subprocess.Popen(
                     each.command,
-                    env=env,
+                    env=env if program.split is None else {**env, ENV_LOG: log.name},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -315,13 +352,6 @@ def start(
             started.append(region)
         unless_all_start.pop_all()
     return started
-
-
-def _open_log(path: Path, continues: bool) -> IO[bytes]:
-    """A log to append to. The log of an earlier run keeps its lines, under another name."""
-    if not continues and path.is_file():
-        path.rename(earlier_name(path))
-    return path.open("ab")
 
 
 def _launcher_arguments(gpus: int) -> list[str]:
@@ -361,7 +391,8 @@ def watch(
     while True:
         ended = [each for each in processes if each.has_ended]
         show()
-        failed += [each for each in ended if each.process.returncode and each not in failed]
+        new = [each for each in ended if each.has_failed and each not in failed]
+        failed += sorted(new, key=lambda each: each.blame)
         if len(ended) == len(processes):
             break
         others = [each for each in processes if each not in failed]

@@ -1,6 +1,7 @@
 """What the sections of a recipe demand of each other. No torch: a command checks this before it loads anything."""
 
 import os
+from collections.abc import Sequence
 
 from ..errors import InputError, shown
 from ..newer import INNER
@@ -8,8 +9,31 @@ from ..resolve import check as check_outer
 from ..resolve import settings
 from ..settings.recipe import Recipe
 
-_PATHS = ("/", "./", "../")
+PATHS = ("/", "./", "../")
 """Beginnings of texts that can only be paths."""
+
+
+def load(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
+    """`Recipe.load`, which also knows the keys of the sections that a library defines. A null removes a key, so nobody would
+    see later that there is none of this name. Raises InputError.
+    """
+    return checked(Recipe.load(path, overrides), overrides)
+
+
+def checked(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe, after a check that no override removes a key that the library of its section does not have."""
+    for override in overrides:
+        section, *keys = override.partition("=")[0].strip().split(".")
+        if section in ("training", "peft") and keys and keys[0] not in (getattr(recipe, section) or {}):
+            from .preflight import refuse_unknown_field  # it imports torch, and a null is rare
+
+            refuse_unknown_field(section, keys[0])
+        given = recipe.model.config
+        if (section, *keys[:-1]) == ("model", "config") and given is not None and keys[-1] not in given:
+            from .building import refuse_unknown_setting
+
+            refuse_unknown_setting(given["model_type"], keys[-1])
+    return recipe
 
 
 def check_sections(recipe: Recipe) -> None:
@@ -27,13 +51,18 @@ def check_sections(recipe: Recipe) -> None:
         raise InputError(
             "data.streaming=true: a stream has no length. Set training.max_steps to the number of inner steps."
         )
+    if recipe.data.streaming and recipe.regions.shards == "dealt":
+        raise InputError(
+            "regions.shards=dealt with data.streaming=true: samples are dealt by their numbers, and a stream has none. "
+            "Remove one of them."
+        )
     for section in ("model", "tokenizer"):
         _refuse_missing(f"{section}.name_or_path", getattr(recipe, section).name_or_path)
 
 
 def _refuse_missing(setting: str, name: str | None) -> None:
     """Refuse a path that is not there: libraries take it for a name on the Hub, and complain about its slashes."""
-    if name is not None and name.startswith(_PATHS) and not os.path.exists(name):
+    if name is not None and name.startswith(PATHS) and not os.path.exists(name):
         raise InputError(
             f"{setting}={shown(name)}: there is no such folder or file. Correct the path, or give a name on the Hub."
         )

@@ -7,6 +7,7 @@ touching a GPU, and reports what the libraries say.
 import contextlib
 import dataclasses
 import enum
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from .building import blaming
 from .data import NO_EOS
 from .precheck import check_sections
 from .trial import refuse_nonsense, try_step
+
+logger = logging.getLogger(__name__)
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
 
@@ -45,17 +48,13 @@ _ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
 
 def check(recipe: Recipe) -> None:
     """Check a recipe as far as possible without building anything. Raises InputError if it cannot work."""
-    from transformers import TrainingArguments
-
     from ..resolve import from_config
 
     check_sections(recipe)
     from_config(recipe.outer)
-    known_fields("training", recipe.training, TrainingArguments)
+    known_fields("training", recipe.training)
     if recipe.peft is not None:
-        from peft import LoraConfig
-
-        known_fields("peft", recipe.peft, LoraConfig)
+        known_fields("peft", recipe.peft)
     refuse_nonsense(recipe)
 
 
@@ -83,6 +82,14 @@ def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp", tries: b
         if tries and model is not None:
             on_cpu = bool(recipe.training.get("use_cpu")) or not _has_accelerator()
             try_step(recipe, args, tokenizer, sum(each.numel() for each in model.parameters()), on_cpu)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(positions, int) and recipe.data.block_size > positions:
+        logger.warning(
+            "data.block_size=%d is more than the %d positions that the model is made for (max_position_embeddings). Rotary "
+            "positions are trained beyond them; others fail. If you do not want this, lower data.block_size.",
+            recipe.data.block_size,
+            positions,
+        )
     return None if model is None else sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
@@ -344,21 +351,34 @@ def _quietly() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
 
 
-def known_fields(section: str, given: dict[str, Any], kind: type) -> None:
-    """Check a section against a library's dataclass. Raises InputError for an unknown key, a wrong type, or an unknown word."""
+def _defined_by(section: str) -> Any:
+    """The dataclass of a library that defines the keys of a section."""
+    if section == "training":
+        from transformers import TrainingArguments
+
+        return TrainingArguments
+    from peft import LoraConfig
+
+    return LoraConfig
+
+
+def refuse_unknown_field(section: str, key: str) -> None:
+    """Raise InputError if the library that defines a section (training or peft) has no such key."""
+    kind = _defined_by(section)
     known = [field.name for field in dataclasses.fields(kind) if field.init]
-    hints = get_type_hints(kind)
+    if key not in known:
+        raise InputError(
+            f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {kind.__name__}."
+        )
+
+
+def known_fields(section: str, given: dict[str, Any]) -> None:
+    """Check a section against a library's dataclass. Raises InputError for an unknown key, a wrong type, or an unknown word."""
+    hints = get_type_hints(_defined_by(section))
     for key, value in given.items():
-        if key not in known:
-            raise InputError(
-                f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {kind.__name__}."
-            )
+        refuse_unknown_field(section, key)
         converted(value, loosened(hints[key] | _ALSO.get(key, hints[key])), f"{section}.{key}")
-        words = [each.value for option in get_args(hints[key]) if _is_enum(option) for each in option]
-        words += _WORDS.get(key, [])
+        options: list[Any] = [each for each in get_args(hints[key]) if isinstance(each, enum.EnumMeta)]
+        words = [word.value for option in options for word in option] + _WORDS.get(key, [])
         if words and isinstance(value, str) and value not in words:
             raise InputError(f"{section}.{key}={shown(value)} is not known.{nearest(value, words)}")
-
-
-def _is_enum(option: Any) -> bool:
-    return isinstance(option, type) and issubclass(option, enum.Enum)

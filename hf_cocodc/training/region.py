@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import CocodcError, InputError, RunFinished, RunLeft, RunStopped, reason
-from ..settings import ENV_REGION
+from ..settings.environment import ENV_LAUNCH, ENV_REGION
 from ..status import LEFT, TOO_LATE, forget, tell
 
 ENV_COMMAND = "HF_COCODC_COMMAND"
@@ -42,6 +42,7 @@ def live(train: Callable[[], object], is_script: bool = False) -> int:
         Path("/proc/self/comm").write_text(f"region-{os.environ.get(ENV_REGION, '0')}")
     try:
         train()
+        tell(is_done=True)
         return 0
     except RunLeft as left:
         tell(LEFT)
@@ -92,7 +93,9 @@ def end(code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)
+        # the launcher of several regions would end the others, which may still write their checkpoints; the command knows
+        is_known = code == RunStopped.exit_code and {ENV_LAUNCH, ENV_COMMAND} <= os.environ.keys()
+        os._exit(0 if is_known else code)
 
 
 def end_with_command() -> None:

@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from ..settings.recipe import Recipe
 from .building import output_dir
+from .precheck import load
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ def simulate(
             `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, or a `Synchronizer`.
         regions: number of regions M; default: the recipe's regions.count.
         overrides: changes to a recipe that is given by its path, each "section.key=value".
-        link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer takes
-            no time, a schedule that follows measured times has no times to follow, and journals have no times.
+        link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive; and regions that are lost and
+            come back (`away`). Without it a transfer takes no time, a schedule that follows measured times has no times to
+            follow, and journals have no times.
 
     Returns:
         One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
@@ -46,7 +48,7 @@ def simulate(
         HandshakeError: regions of a function differ in something that must be equal.
     """
     if isinstance(what, (str, os.PathLike)):
-        what = Recipe.load(what, overrides)
+        what = load(what, overrides)
     if regions is not None and regions < 1:
         raise InputError(f"simulate(..., regions={regions}): the number of regions must be at least 1.")
     if isinstance(what, Recipe):

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..run.lock import hold, region_lock
+from ..settings.environment import AUTO_LOSS, ENV_LAUNCH, ENV_ON_LOSS
+from ..settings.handed import handed_over
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
 from ..status import tell
 from . import building
+from .precheck import load
 from .preflight import check, preflight
 from .region import ENV_HERE, live
 
@@ -30,6 +33,9 @@ def run(recipe: Recipe, link: Any = None) -> Any:
         recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link, facts=facts
     )
     args = building.arguments(recipe, TrainingArguments)
+    if link is None:
+        device, batch = building.device_of(args), building.batch_of(args)
+        callback.recipe = handed_over(recipe, callback.regions, device, batch)
     is_writer = os.environ.get("RANK", "0") == "0"
     folder = building.output_dir(recipe) / f"region-{callback.region}"
     with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():
@@ -49,7 +55,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     tokenizer = building.tokenizer(recipe)
     model = building.model(recipe, len(tokenizer))
     tell("loading the text")
-    text = _text(recipe, recipe.data.split)
+    text = text_of(recipe, recipe.data.split)
     text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
     packs = building.at_most_cores("data.num_proc", recipe.data.num_proc or 1)
 
@@ -59,10 +65,11 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
             return pack(text, tokenizer, recipe.data.block_size, recipe.data.text_column, packs)
 
     shards = num_shards(callback.num_regions, callback.regions.max)
-    train_dataset = packed(region_shard(text, callback.region, shards), "text")
+    is_dealt = callback.regions.shards == "dealt"  # then every region has all of the text
+    train_dataset = packed(text if is_dealt else region_shard(text, callback.region, shards), "text")
     eval_dataset = None
     if args.eval_strategy != "no" or args.eval_on_start:
-        eval_dataset = packed(_text(recipe, recipe.data.eval_split), "held-out text")
+        eval_dataset = packed(text_of(recipe, recipe.data.eval_split), "held-out text")
         if recipe.data.eval_blocks is not None:
             eval_dataset = _first(eval_dataset, recipe.data.eval_blocks)
     compute_metrics, preprocess_logits = causal_lm_metrics(recipe.evaluation.metrics)
@@ -79,8 +86,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
             callbacks=[callback],
             optimizers=(building.inner_optimizer(recipe, args, model), None),
         )
-    sequences = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    tell(tokens_per_step=sequences * recipe.data.block_size)
+    tell(tokens_per_step=building.batch_of(args) * recipe.data.block_size)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     tell("saving the model")
     trainer.save_model()
@@ -93,7 +99,7 @@ def _main_first(what: str) -> Iterator[None]:
     """Lets one rank of each machine work first; the others then find the result in the cache of datasets, or fail alike."""
     from accelerate import PartialState
 
-    from ..link.within import wait_for_ranks
+    from ..link.group import wait_for_ranks
 
     state = PartialState()
     if not state.is_local_main_process:
@@ -105,7 +111,8 @@ def _main_first(what: str) -> Iterator[None]:
             wait_for_ranks(state, what)
 
 
-def _text(recipe: Recipe, split: str) -> Any:
+def text_of(recipe: Recipe, split: str) -> Any:
+    """The text of one split. Raises InputError like `load_text`."""
     from .data import load_text
 
     data = recipe.data
@@ -126,8 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
 
+    if ENV_LAUNCH not in os.environ:  # regions of one launch end together
+        os.environ.setdefault(ENV_ON_LOSS, AUTO_LOSS)
+
     def train() -> None:
-        recipe = Recipe.load(options.recipe, options.overrides)
+        recipe = load(options.recipe, options.overrides)
         tell("checking the recipe")
         preflight(recipe, int(os.environ.get(ENV_HERE, "1")))
         run(recipe)

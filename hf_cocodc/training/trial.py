@@ -1,5 +1,6 @@
 """What neither a config nor a library refuses before it trains: values that mean nothing, and a step that fails."""
 
+import math
 from typing import Any
 
 from ..coordinator.hello import ORDER, check_allowed
@@ -12,11 +13,16 @@ from . import building
 MOST_WORK = 2e9
 """Parameters times tokens of a step that is made: about a second of one core. Larger ones are not tried."""
 
+_SHARE = Limit(lambda share: 0 <= share < 1, "must lie in [0, 1)")
+_AMOUNT = Limit(lambda amount: amount >= 0, "must not be negative")
 _LIMITS = {
-    "label_smoothing_factor": Limit(lambda share: 0 <= share < 1, "must lie in [0, 1)"),
-    "neftune_noise_alpha": Limit(lambda alpha: alpha >= 0, "must not be negative"),
+    "training.label_smoothing_factor": _SHARE,
+    "training.learning_rate": Limit(lambda rate: rate <= 1000, "must be at most 1000"),
+    "training.neftune_noise_alpha": _AMOUNT,
+    "training.weight_decay": _AMOUNT,
+    "peft.lora_dropout": _SHARE,
 }
-"""Of `training`: what Trainer takes without a check."""
+"""What Trainer and PEFT take without a check."""
 
 
 def refuse_nonsense(recipe: Recipe) -> None:
@@ -24,18 +30,31 @@ def refuse_nonsense(recipe: Recipe) -> None:
     from ..trainer.callback import COMPARED
 
     for name, limit in _LIMITS.items():
-        if recipe.training.get(name) is not None:
-            limit.check(f"training.{name}", recipe.training[name])
+        section, _, key = name.partition(".")
+        value = (getattr(recipe, section) or {}).get(key)
+        if value is not None:
+            limit.check(name, value)
+    _refuse_infinite("model.config", recipe.model.config or {})
     of_training = [f"training.{name}" for name in COMPARED]
     check_allowed(
         recipe.regions.allowed, ["torch", "batch", ORDER, SCALES, *of_training, *facts_of_data(recipe)]
     )
 
 
+def _refuse_infinite(name: str, value: Any) -> None:
+    """Refuse an infinite number of a config: a model computes with it, and its loss may look sound."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _refuse_infinite(f"{name}.{key}", each)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name}={value} must be finite. Correct it, or remove it for the default.")
+
+
 def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu: bool) -> None:
     """Make one forward and backward step of one row, on the CPU and from random weights, if the model is small.
 
-    Raises InputError if it fails: at any error if regions train `on_cpu`, else at those that a GPU would meet, too.
+    Raises InputError if its loss is no number, or if it fails: at any error if regions train `on_cpu`, else at those that a GPU
+    would meet, too.
     """
     import torch
 
@@ -51,7 +70,8 @@ def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     row = (torch.arange(length, device="cpu") % vocab_size)[None]
     try:
-        model(input_ids=row, labels=row).loss.backward()
+        loss = model(input_ids=row, labels=row).loss
+        loss.backward()
     except Exception as error:
         positions = getattr(model.config, "max_position_embeddings", None)
         if isinstance(error, IndexError) and positions is not None and positions < length:
@@ -62,3 +82,7 @@ def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu:
             raise InputError(
                 f"model: a step with a row of {shown(length)} tokens fails: {reason(error)}. Correct model.config."
             ) from error
+    if not loss.isfinite():
+        raise InputError(
+            f"model: the loss of a first step is {loss.item()}. Correct the numbers in model.config."
+        )

@@ -1,7 +1,8 @@
 """Random mishaps in real runs, with what must hold afterwards: `python -m tests.benchmarks.churn`.
 
 Each seed is a run of two to four regions and a coordinator, all processes of their own: any method and codec, settings and
-mishaps drawn from the seed. A seed does not fix the moment of everything: it repeats what is done, not each interleaving. The
+mishaps drawn from the seed. With `--storage` they meet in one instead, and whoever serves there is killed or frozen in the
+coordinator's place. A seed does not fix the moment of everything: it repeats what is done, not each interleaving. The
 folder of a seed that fails is kept.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -17,7 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,22 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.outer import METHODS
 from hf_cocodc.settings.regions import LINKS
 from tests.coordinator.regions import ask
+from tests.net.storages import REACHES, buckets, folder_url
 from tests.processes.coming_worker import HURRY, step_of
 from tests.processes.forks import fork, rank_env, torch_master
 
 from .churn_checks import Checks
-from .churn_processes import Coordinator, Life
+from .churn_processes import Coordinator, InStorage, Life
 from .churn_region import Setting, live
 
 TIMEOUT_S = 5.0
 FROZEN_S = {"short": 0.3 * TIMEOUT_S, "long": 1.8 * TIMEOUT_S}
-BOUND_S = 90.0
-"""After the last mishap everything has ended within so many seconds."""
+BOUND_S, FAR_BOUND_S = 90.0, 300.0
+"""After the last mishap everything has ended within so many seconds; also where each message takes seconds, in a bucket."""
 STANDS_S = 3.0
 """Where no region makes a step for so long, the next mishap comes: it may be what the others wait for."""
+STORAGES = {"folder": 0.0, "faults": 0.05, "s3": 0.0, "s3-faults": 0.02}
+"""Where regions may meet, and which share of the requests goes wrong there."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "lowrank")
 
 
@@ -79,10 +85,13 @@ class Churn:
         story: the mishaps, in words.
     """
 
-    def __init__(self, seed: int, steps: int, folder: Path, link: str) -> None:
+    def __init__(
+        self, seed: int, steps: int, folder: Path, link: str, url: str = "", faults: float = 0.0
+    ) -> None:
         self._rng = random.Random(seed)
         self._folder, (self.setting, self._count) = folder, draw(self._rng, steps)
         self.setting.regions["link"] = link
+        self.setting = replace(self.setting, faults=faults)
         self._checks = Checks(folder, self.setting)
         self.wrong = self._checks.wrong
         self.story: list[str] = []
@@ -94,7 +103,8 @@ class Churn:
         )  # it is never killed, and does not leave: the run goes on
         self._crash = self._rng.random() < 0.15
         self._began = time.monotonic()
-        self.coordinator = Coordinator(folder)
+        self._bound_s = BOUND_S if not url or url.startswith("file:") else FAR_BOUND_S
+        self.coordinator: Coordinator | InStorage = InStorage(url) if url else Coordinator(folder)
 
     @property
     def is_elastic(self) -> bool:
@@ -156,8 +166,16 @@ class Churn:
         }
         return {**fixed, **(elastic if self.is_elastic else {})}
 
-    def _kill(self) -> None:
-        life = self._victim()
+    @property
+    def _serving(self) -> Life | None:
+        """The region that serves, unless it is to live on."""
+        assert isinstance(self.coordinator, InStorage)
+        pid = self.coordinator.serves
+        alive = [life for life in self._lives if life.lives and life.region != self._anchor]
+        return next((life for life in alive if pid in [each.pid for each in life.processes]), None)
+
+    def _kill(self, chosen: Life | None = None) -> None:
+        life = chosen or self._victim()
         if life is not None:
             one = len(life.processes) > 1 and self._rng.random() < 0.3
             self._note("kills one rank of" if one else "kills", life)
@@ -167,8 +185,8 @@ class Churn:
             if self._rng.random() < 0.8 and self.is_elastic:
                 self._later(self._rng.choice((0.0, 1.0, 4.0)), lambda: self._come(life.region))
 
-    def _freeze(self, how: str) -> None:
-        life = self._victim(also_anchor=how == "short")
+    def _freeze(self, how: str, chosen: Life | None = None) -> None:
+        life = chosen or self._victim(also_anchor=how == "short")
         if life is not None:
             self._note(f"freezes ({how})", life)
             life.done.add("freeze")
@@ -200,26 +218,34 @@ class Churn:
             life.send(signal.SIGTERM)
 
     def _coordinator_dies(self) -> None:
-        if self._is_there:
+        if isinstance(self.coordinator, InStorage):
+            self._note("kills who serves")
+            self._kill(self._serving)
+        elif self._is_there:
             self._note("kills the coordinator")
             self._is_there = False
-            self.coordinator.kill()
+            coordinator = self.coordinator
+            coordinator.kill()
 
             def back() -> None:
                 self._note("starts the coordinator")
-                self.coordinator.begin()
+                coordinator.begin()
                 self._is_there = True
 
             self._later(self._rng.choice((0.0, 0.5, 3.0)), back)
 
     def _coordinator_freezes(self) -> None:
-        if self._is_there:
+        if isinstance(self.coordinator, InStorage):
+            self._note("freezes who serves")
+            self._freeze(self._rng.choice(("short", "long")) if self.is_elastic else "short", self._serving)
+        elif self._is_there:
             self._note("freezes the coordinator")
-            self.coordinator.send(signal.SIGSTOP)
+            coordinator = self.coordinator
+            coordinator.send(signal.SIGSTOP)
             self._is_there = False
 
             def thaw() -> None:
-                self.coordinator.send(signal.SIGCONT)
+                coordinator.send(signal.SIGCONT)
                 self._is_there = True
 
             self._later(self._rng.choice((1.0, 4.0)), thaw)
@@ -236,11 +262,11 @@ class Churn:
         while self._due:
             self._what_is_due()
         (self._folder / HURRY).touch()
-        until = time.monotonic() + BOUND_S
+        until = time.monotonic() + self._bound_s
         while time.monotonic() < until and any(life.lives for life in self._lives):
             time.sleep(0.1)
         self.wrong += [
-            f"{life.name} has not ended {BOUND_S:g} s after the last mishap"
+            f"{life.name} has not ended {self._bound_s:g} s after the last mishap"
             for life in self._lives
             if life.lives
         ]
@@ -253,7 +279,7 @@ class Churn:
         before = len(self._lives)
         for region in range(self._count):
             self._start(region, 60.0, is_first=True, resume=True)
-        until = time.monotonic() + BOUND_S
+        until = time.monotonic() + self._bound_s
         while time.monotonic() < until and any(life.lives for life in self._lives):
             time.sleep(0.1)
         for life in self._lives[before:]:
@@ -271,6 +297,7 @@ class Churn:
         )
         numbers = {"REGION": region, "REGIONS": self._count, "COORDINATOR": self.coordinator.address}
         env = {f"HF_COCODC_{key}": str(value) for key, value in numbers.items()}
+        env |= {key: os.environ[key] for key in REACHES if key in os.environ}
         if region >= self._count:
             env["HF_COCODC_JOIN"] = "1"
         whole = (live, str(self._folder), name, self.setting, start_timeout_s, resume)
@@ -310,6 +337,13 @@ def _suppressed(call: Callable[..., object]) -> Callable[..., None]:
     return do
 
 
+def meeting_in(kind: str | None, folder: Path) -> AbstractContextManager[str]:
+    """The URL of an empty storage of this kind; empty for none."""
+    if kind is None:
+        return nullcontext("")
+    return buckets() if kind.startswith("s3") else nullcontext(folder_url(folder / "storage"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="how many (default: 10)")
@@ -318,12 +352,21 @@ def main() -> int:
     parser.add_argument(
         "--link", choices=LINKS, default="auto", help="regions.link (default: auto, on one machine gloo)"
     )
+    parser.add_argument(
+        "--storage",
+        choices=STORAGES,
+        help="regions meet there: in a folder, in a bucket of a server of moto's (pip install 'moto[server]' s3fs), or in either "
+        "with requests that fail, and answers that are lost, late, torn or old",
+    )
     options = parser.parse_args()
+    if options.storage and options.link != "auto":
+        parser.error("--storage takes --link auto: regions that meet in a storage are linked through it")
     failed = []
     for seed in range(options.first, options.first + options.seeds):
         folder, began = Path(tempfile.mkdtemp(prefix=f"churn-{seed}-")), time.monotonic()
-        churn = Churn(seed, options.steps, folder, options.link)
-        churn()
+        with meeting_in(options.storage, folder) as url:
+            churn = Churn(seed, options.steps, folder, options.link, url, STORAGES.get(options.storage, 0.0))
+            churn()
         outer = churn.setting.outer
         kind = f"{outer['method']} {outer.get('codec', '')}, {'elastic' if churn.is_elastic else 'fixed'}"
         sys.stdout.write(

@@ -1,4 +1,4 @@
-"""The processes of a run of `churn`: regions, and the coordinator."""
+"""The processes of a run of `churn`: regions, and the coordinator, which is one of them where they meet in a storage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from hf_cocodc.coordinator.in_storage import SERVING, Serving
+from hf_cocodc.net.storage import Storage
 from tests.processes.forks import Process
 from tests.processes.launching import environment
 
@@ -86,3 +90,24 @@ class Coordinator:
             return self._process.wait(15.0)
         self.kill()
         return -9
+
+
+class InStorage:
+    """The coordinator of regions that meet in a storage: one of them."""
+
+    def __init__(self, url: str) -> None:
+        self.address = url
+        self._storage = Storage(url)
+
+    @property
+    def serves(self) -> int | None:
+        """The process that serves, or has served last."""
+        content = self._storage.get(SERVING)
+        return (
+            None
+            if content is None
+            else int(msgspec.json.decode(content, type=Serving).process.partition("-")[0])
+        )
+
+    def end(self) -> int:
+        return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.errors import CocodcError
+from hf_cocodc.net.mailbox import mailbox
+from tests.net.storages import Faulty
 from tests.processes.coming_worker import Slow
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
@@ -30,6 +33,7 @@ class Setting:
         step_s: seconds that each takes at least, until the run is to hurry.
         evals: inner steps between two evaluations; 0 for none.
         outer, regions: settings by name.
+        faults: share of the requests to the storage in which regions meet that go wrong (`Faulty`).
     """
 
     steps: int
@@ -37,6 +41,7 @@ class Setting:
     evals: int = 0
     outer: dict[str, Any] = field(default_factory=dict)
     regions: dict[str, Any] = field(default_factory=dict)
+    faults: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,12 @@ def live(folder: str, life: str, setting: Setting, start_timeout_s: float, resum
     """Train, and write the end to `life`-RANK.json, the weights to `life`-RANK.pt. Exits as a script would."""
     home, region = Path(folder), int(os.environ["HF_COCODC_REGION"])
     place = home / f"{life}-{os.environ.get('RANK', '0')}"
+    if setting.faults:
+        Faulty(
+            mailbox(os.environ["HF_COCODC_COORDINATOR"]).storage,
+            zlib.crc32(place.name.encode()),
+            setting.faults,
+        )
     callback = CoCoDCCallback(
         OuterConfig(**setting.outer),
         RegionConfig(run="churn", start_timeout_s=start_timeout_s, **setting.regions),

@@ -30,7 +30,7 @@ from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts.codecs import unrounded
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
-from hf_cocodc.tools.bench.workers import run, serve, start_here
+from tests.benchmarks.workers import run, serve, start_here
 
 PROGRAM = "tests.benchmarks.cluster"
 REGIONS = 2

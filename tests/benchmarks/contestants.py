@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .workload import FRAGMENTS, OVERLAP, Region, inner_optimizer, model_of
 
 TIMEOUT_S = 120
+SECRET = "5ec2e7" * 10 + "5ec2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,15 +172,63 @@ def torchft_around(
     return parts, outer, (store, lighthouse)
 
 
-def ours(place: Region, shape: dict[str, int], interval: int, link: str = "tcp", **outer_config: Any) -> Part:
+def nvflare(
+    place: Region, shape: dict[str, int], interval: int, outer_lr: float = 1.0, outer_momentum: float = 0.0
+) -> Part:
+    """NVFlare's Client API, in the process of a site (see `federated`). The outer values are those of the server's job."""
+    import nvflare.client as flare
+
+    from .federated import PREFIX
+
+    model = model_of(shape)
+    steps = 0
+
+    def receive() -> None:
+        if not flare.is_running():
+            raise RuntimeError("NVFlare has ended the job")
+        got = flare.receive().params
+        model.load_state_dict({name.removeprefix(PREFIX): torch.as_tensor(got[name]) for name in got})
+
+    def sync() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % interval == 0:
+            local = {f"{PREFIX}{name}": value.clone() for name, value in model.state_dict().items()}
+            flare.send(flare.FLModel(params=local, meta={"NUM_STEPS_CURRENT_ROUND": interval}))
+            receive()
+
+    receive()
+    return Part(
+        model=model,
+        optimizer=inner_optimizer(model),
+        waits_in=("sync",),
+        sync=sync,
+        weights=lambda: _copies(model.parameters()),
+        chunk=interval,
+    )
+
+
+def ours(
+    place: Region,
+    shape: dict[str, int],
+    interval: int,
+    link: str = "tcp",
+    encrypted: bool = False,
+    **outer_config: Any,
+) -> Part:
     """hf_cocodc with the plain Accelerate loop, and `RegionConfig`'s defaults but for the link and the congestion control."""
     from accelerate import Accelerator
 
     from hf_cocodc import OuterConfig, OuterOptimizer
     from hf_cocodc.coordinator.server import serve_in_thread
+    from hf_cocodc.net.keys import Keys
     from hf_cocodc.settings import RegionConfig
+    from hf_cocodc.settings.environment import ENV_SECRET
 
-    server = serve_in_thread("0.0.0.0", place.port) if place.region == 0 else None
+    secrets = [Keys.from_secret(SECRET)] if encrypted else []
+    if encrypted:
+        os.environ[ENV_SECRET] = SECRET
+    server = serve_in_thread("0.0.0.0", place.port, secrets) if place.region == 0 else None
     accelerator = Accelerator(cpu=True)
     bare = model_of(shape)
     model, optimizer = accelerator.prepare(bare, inner_optimizer(bare))
@@ -256,6 +305,8 @@ class Contestant:
     default: bool = True
     in_cluster: bool = False
     """Whether it needs the short round trips of a cluster."""
+    has_processes: bool = False
+    """Whether it trains in processes of its own (`federated`)."""
 
     @property
     def name(self) -> str:
@@ -265,6 +316,7 @@ class Contestant:
 _STREAM = {"outer_lr": 0.5, "outer_momentum": 0.5}
 _PARTS = {"num_fragments": FRAGMENTS, **_STREAM}
 _ROUND = {"outer_lr": 1.0, "outer_momentum": 0.0}
+_NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 _STREAMING = {"method": "streaming", "overlap_steps": OVERLAP, **_PARTS}
 
 CONTESTANTS = [
@@ -276,6 +328,10 @@ CONTESTANTS = [
     Contestant("torchft", "Streaming", torchft, {"fragments": FRAGMENTS, **_STREAM}),
     Contestant(
         "torchft", "Streaming, buckets", torchft, {"fragments": FRAGMENTS, "buckets": True, **_STREAM}
+    ),
+    Contestant("NVFlare", "FedOpt, Nesterov, mTLS", nvflare, _NESTEROV, has_processes=True),
+    Contestant(
+        "ours", "DiLoCo, Nesterov, encrypted", ours, {"method": "diloco", "encrypted": True, **_NESTEROV}
     ),
     Contestant("ours", "DiLoCo fp32", ours, {"method": "diloco", **_ROUND}),
     Contestant("ours", "DiLoCo int8", ours, {"method": "diloco", "codec": "int8", **_ROUND}),

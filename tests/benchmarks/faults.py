@@ -24,12 +24,12 @@ from typing import Any
 from hf_cocodc.coordinator.caller import ConnectionEnded, CoordinatorConnection
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.messages import NO_GENERATION, Alive, Back
+from hf_cocodc.net.addresses import parts_of
 from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.members import Member
 from hf_cocodc.parts.guard import WARM_UP
 from hf_cocodc.tools.bench.report import BenchReport, write
-from hf_cocodc.tools.doctor.facts import parts_of
 from tests.processes.strangers import ports_of, strangers
 from tests.secret import secret
 

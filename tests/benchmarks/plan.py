@@ -20,11 +20,11 @@ import torch
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
-from hf_cocodc.tools.bench.workers import run, serve
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP
 from hf_cocodc.tools.plan.forecast import Subject, codecs_of
 from hf_cocodc.tools.plan.speeds import Speeds, measure
 from hf_cocodc.tools.plan.transfers import LinkFigures
+from tests.benchmarks.workers import run, serve
 
 from .emulation.privileges import obstacle
 from .emulation.wan import INTERFACE, Wan

@@ -1,7 +1,7 @@
 """The same training over the same emulated link with every library: `python -m tests.benchmarks.side_by_side`.
 
 It needs Linux network namespaces: root, or a kernel that allows user namespaces. The rows of torchft need
-`pip install torchft==0.2.0`. Nothing leaves this machine.
+`pip install torchft==0.2.0`, that of NVFlare `pip install nvflare==2.9.0`. Nothing leaves this machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 from hf_cocodc.tools.bench.report import BenchReport, write
 
-from . import workload
+from . import federated, workload
 from .contestants import CONTESTANTS, Contestant
 from .emulation.privileges import obstacle
 from .emulation.wan import Wan
@@ -69,11 +69,14 @@ PROFILES = {
         Profile("fast", 0.1, 1e9, 0.0),
         Profile("slow", 0.1, 50e6, 1e-4),
         Profile("cluster", 2e-4, 10e9, 0.0),
+        Profile("near", 0.0, None, 0.0),
     )
 }
 FAR = ["fast", "slow"]
-NEAR = Profile("near", 0.0, None, 0.0)
+NEAR = PROFILES["near"]
 """A contestant that is too slow on a link trains here to get its loss at equal tokens."""
+INSTALLED = {"torchft": "torchft==0.2.0", "NVFlare": "nvflare==2.9.0"}
+"""What pip installs for the rows of a library."""
 
 
 class Field:
@@ -104,12 +107,13 @@ class Field:
         """The answers of all regions, or an error text."""
         self._rows += 1
         name = f"{row['kind']}-{self._name}-{self._rows}"
-        line = json.dumps({"row": name, "port": PORTS + self._rows, "patience_s": PATIENCE_S, **row}) + "\n"
+        waits_s = federated.PATIENCE_S if CONTESTANTS[row["contestant"]].has_processes else PATIENCE_S
+        line = json.dumps({"row": name, "port": PORTS + self._rows, "patience_s": waits_s, **row}) + "\n"
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(line)
             worker.stdin.flush()
-        codes = [self._answer(region, PATIENCE_S + 30) for region in range(self._regions)]
+        codes = [self._answer(region, waits_s + 30) for region in range(self._regions)]
         if any(codes):
             region = next(i for i, code in enumerate(codes) if code)
             lines = (self._folder / f"{name}.{region}.log").read_text(errors="replace").strip().splitlines()
@@ -317,7 +321,9 @@ def report(
     full = [{column: row.get(column) for column in columns} for row in rows]
     setting = {
         "congestion control": options.congestion,
-        "versions": {each: _version(each) for each in ("torch", "torchft", "accelerate", "transformers")},
+        "versions": {
+            each: _version(each) for each in ("torch", "torchft", "nvflare", "accelerate", "transformers")
+        },
     }
     if name.startswith("training"):
         setting |= {
@@ -347,6 +353,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def installed(chosen: list[Contestant]) -> tuple[list[Contestant], list[str]]:
+    """The contestants whose library is installed here, and a sentence for each library that is not."""
+    notes = []
+    for library, package in INSTALLED.items():
+        out = [each.name for each in chosen if each.by == library]
+        if out and importlib.util.find_spec(library.lower()) is None:
+            chosen = [each for each in chosen if each.by != library]
+            notes.append(f"Left out: {'; '.join(out)}. This needs `pip install {package}`.")
+    return chosen, notes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--regions", type=int, default=2, help="M (default: 2)")
@@ -374,18 +391,14 @@ def main() -> int:
     chosen = [each for each in CONTESTANTS if each.default or options.all or options.only]
     if options.only:
         chosen = [each for each in chosen if any(text in each.name for text in (NO_LINK, *options.only))]
-    notes = []
-    if importlib.util.find_spec("torchft") is None:
-        out = [each.name for each in chosen if each.by == "torchft"]
-        chosen = [each for each in chosen if each.by != "torchft"]
-        if out:
-            notes.append(f"Left out: {', '.join(out)}. These rows need `pip install torchft==0.2.0`.")
-            say(notes[-1])
+    chosen, notes = installed(chosen)
+    for note in notes:
+        say(note)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        where = "" if set(options.profiles) <= {*FAR} else "-cluster"
+        where = "" if set(options.profiles) <= {*FAR} else f"-{options.profiles[0]}"
         if options.skip != "training":
             workload.write_text(folder)
             rows = compare(options, chosen, folder)

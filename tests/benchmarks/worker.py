@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import workload
+from . import federated, workload
 from .contestants import CONTESTANTS, Part, nothing
 from .workload import Region, Text
 
@@ -227,7 +227,11 @@ def run(place: Region, row: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    found = {"train": train, "sync": one_sync}[row["kind"]](place, row)
+    contestant = CONTESTANTS[row["contestant"]]
+    if contestant.has_processes:
+        found = federated.run(place, row, contestant.settings)
+    else:
+        found = {"train": train, "sync": one_sync}[row["kind"]](place, row)
     (place.folder / f"{row['row']}.{place.region}.json").write_text(json.dumps(found))
     return 0
 

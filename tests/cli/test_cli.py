@@ -61,7 +61,7 @@ def test_the_package_is_a_program_with_a_name() -> None:
 @pytest.mark.parametrize(
     ("words", "usage"),
     [
-        (["train", "x.yaml", "--fast"], "usage: hf-cocodc train RECIPE"),
+        (["train", "x.yaml", "--fast"], "usage: hf-cocodc train [RECIPE]"),
         (["simulate", "x.yaml", "--fast"], "usage: hf-cocodc simulate "),
         (["coordinator", "--fast", "5"], "usage: hf-cocodc coordinator "),
         (["bench", "link", "--fast"], "usage: hf-cocodc bench link "),
@@ -124,6 +124,10 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
             "regions.count=10000000 must lie in 1 .. 1024",
         ),
         (
+            ["simulate", "diloco.yaml", "--away", "1:50-90"],
+            "--away needs simulated time: give --step-s, --rtt-ms and --rate-mbit, too",
+        ),
+        (
             ["simulate", "diloco.yaml", "--step-s", "nan", "--rtt-ms", "0", "--rate-mbit", "1"],
             "--step-s nan",
         ),
@@ -134,6 +138,13 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
         (
             ["simulate", "diloco.yaml", "--step-s", "1", "--rtt-ms", "0", "--rate-mbit", "0"],
             "--rate-mbit 0",
+        ),
+        (
+            [
+                *("simulate", "diloco.yaml", "--step-s", "1", "--rtt-ms", "0", "--rate-mbit", "1"),
+                *("--regions", "2", "--speeds", "3,1,2"),
+            ],
+            "--speeds names 3 regions, and there are 2. Remove a speed, or give --regions 3.",
         ),
     ],
 )
@@ -350,7 +361,7 @@ def test_what_cannot_work_is_said_without_a_warning_about_a_single_region(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing tells of other regions here; but a run that does not begin does not train alone either."""
-    settings.warn_alone.cache_clear()
+    settings.environment.warn_alone.cache_clear()
     words = ["--set", "regions.count=null", "--set", "outer.codec=nonsense"]
     assert main(["train", str(RECIPES / "diloco.yaml"), *words]) == 2
     assert "nonsense" in capsys.readouterr().err

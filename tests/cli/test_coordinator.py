@@ -7,7 +7,7 @@ from hf_cocodc.cli import coordinator
 from hf_cocodc.cli.main import main
 from hf_cocodc.coordinator import server
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.settings import ENV_SECRET
+from hf_cocodc.settings.environment import ENV_SECRET
 from tests.secret import secret
 
 

@@ -48,8 +48,13 @@ class Run:
         say(line, **about)
 
     def train(self, region: int, step: int, **facts: Any) -> None:
-        """A region has trained 10 s on each of its steps, and has just made the last one."""
-        times = {"steps_made": step, "trained_s": 10.0 * step, "blocked_s": 0.5 * step}
+        """A region has trained 10 s on each of its steps, with 1.5 times its own batch, and has just made the last one."""
+        times = {
+            "steps_made": step,
+            "batches_made": 1.5 * step,
+            "trained_s": 10.0 * step,
+            "blocked_s": 0.5 * step,
+        }
         whole = {"max_steps": 100, "tokens_per_step": 250, "awaits": None, **times, **facts}
         self.tell(region, "training", step=step, stepped_at=self.clock(), **whole)
 
@@ -122,7 +127,7 @@ def test_a_line_has_step_loss_rate_time_to_the_end_and_utilization(
     run.after(60)
     line = capsys.readouterr().out
     assert line.startswith(
-        "step 1/100  loss region 0: -, region 1: -  50 tokens/s  ETA 16:30  utilization 95 %"
+        "step 1/100  loss region 0: -, region 1: -  75 tokens/s  ETA 16:30  utilization 95 %"
     )
     for region in (0, 1):
         run.train(region, 7, loss=2.5 + region)
@@ -130,7 +135,7 @@ def test_a_line_has_step_loss_rate_time_to_the_end_and_utilization(
     assert capsys.readouterr().out == "", "a tenth of the run has not passed, nor a minute"
     run.after(59)
     line = capsys.readouterr().out
-    assert line.startswith("step 7/100  loss region 0: 2.500, region 1: 3.500  50 tokens/s  ETA 15:30")
+    assert line.startswith("step 7/100  loss region 0: 2.500, region 1: 3.500  75 tokens/s  ETA 15:30")
 
 
 def test_a_script_shows_progress_without_tokens_and_a_length(
@@ -141,7 +146,15 @@ def test_a_script_shows_progress_without_tokens_and_a_length(
     display = Display([0], [tmp_path / "status.json"])
     now = time.time()
     tell(
-        "training", step=7, steps_made=7, trained_s=70.0, blocked_s=7.0, stepped_at=now, loss=2.5, max_steps=0
+        "training",
+        step=7,
+        steps_made=7,
+        batches_made=7.0,
+        trained_s=70.0,
+        blocked_s=7.0,
+        stepped_at=now,
+        loss=2.5,
+        max_steps=0,
     )
     display.update()
     assert capsys.readouterr().out == "step 7  loss region 0: 2.500  utilization 90 %\n"
@@ -165,7 +178,7 @@ def test_a_region_that_waits_for_another_is_named(run: Run, capsys: pytest.Captu
     ("columns", "shown"),
     [
         (34, "step 7/100  loss 2.500, 3.500"),
-        (45, "3.500  50 tokens/s"),
+        (45, "3.500  75 tokens/s"),
         (120, "utilization 95 %  #"),
         (0, "ETA 15:30"),
     ],
@@ -184,7 +197,7 @@ def test_a_terminal_shows_whole_words(
     last = terminal.getvalue().rpartition("\r")[2]
     assert shown in last
     assert len(last) < (columns or 80)
-    whole = "step 7/100  loss 2.500, 3.500  50 tokens/s  ETA 15:30  utilization 95 %"
+    whole = "step 7/100  loss 2.500, 3.500  75 tokens/s  ETA 15:30  utilization 95 %"
     assert whole.startswith(last.rstrip("#. "))
     display.close()
 

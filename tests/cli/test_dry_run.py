@@ -15,7 +15,7 @@ from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.run.lock import hold, region_lock
-from hf_cocodc.settings import ENV_COORDINATOR
+from hf_cocodc.settings.environment import ENV_COORDINATOR
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import launch, trial
 from hf_cocodc.training.data import byte_tokenizer
@@ -110,8 +110,22 @@ def test_it_refuses_what_a_run_refuses(
         ("model.config.num_attention_heads=1", "model.config: the model cannot compute: "),
         ("training.label_smoothing_factor=2.0", "training.label_smoothing_factor=2.0 must lie in [0, 1)"),
         ("training.neftune_noise_alpha=-1", "training.neftune_noise_alpha=-1 must not be negative"),
+        ("training.weight_decay=-1", "training.weight_decay=-1 must not be negative"),
+        ("training.learning_rate=1e30", "training.learning_rate=1e+30 must be at most 1000"),
+        ("peft.lora_dropout=-1", "peft.lora_dropout=-1 must lie in [0, 1)"),
+        ("model.config.rope_theta=.inf", "model.config.rope_theta=inf must be finite"),
+        ("model.config.rope_parameters={factor: .inf}", "model.config.rope_parameters.factor=inf must be"),
+        ("model.config.rope_theta=0", "model: the loss of a first step is nan"),
+        (
+            "model.config.hidden_sizes=null",
+            "unknown key model.config.hidden_sizes. Did you mean 'hidden_size'",
+        ),
         ("outr=null", "unknown key outr. Did you mean 'outer'"),
         ("outer.sync_intervall=null", "unknown key outer.sync_intervall. Did you mean 'sync_interval'"),
+        ("outer.guard.clap=null", "unknown key outer.guard.clap. Did you mean 'clip'"),
+        ("outer.num_fragments.x=null", "outer.num_fragments is not a mapping"),
+        ("training.max_step=null", "unknown key training.max_step. Did you mean 'max_steps'"),
+        ("peft.lora_alpa=null", "unknown key peft.lora_alpa. Did you mean 'lora_alpha'"),
     ],
 )
 def test_it_refuses_what_would_train_on_nonsense(

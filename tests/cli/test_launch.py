@@ -127,3 +127,92 @@ def test_resume_stands_before_a_script(
         region = launch.RegionProcess(0, tmp_path / "region-0", process, log, 0, tmp_path / "status")
     monkeypatch.setattr("hf_cocodc.snapshot.folders.usable", lambda folder: {20: folder})
     assert supervising.saved([region], is_script).endswith(", before the script") == is_script
+
+
+SPLIT = ["--", "--multi_gpu", "--num_machines", "1", "--num_processes", "4"]
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("words", [["--split", "2"], []], ids=["option", "variable"])
+def test_a_split_launch_is_one_command_for_all_regions(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The regions number themselves: no variable does it for them."""
+    if not words:
+        monkeypatch.setenv("HF_COCODC_SPLIT", "2")
+    assert main(["launch", *words, "--dry-run", *SPLIT, "--", "script.py", "--lr", "1"]) == 0
+    shown = capsys.readouterr().out
+    [command] = [line for line in shown.splitlines() if line.startswith("command ")]
+    assert "accelerate.commands.launch --quiet --multi_gpu --num_machines 1 --num_processes 4 -m" in command
+    assert command.endswith("script.py --lr 1")
+    assert "HF_COCODC_REGION=" not in command and "HF_COCODC_REGIONS=" not in command
+    assert "HF_COCODC_ON_LOSS" not in command, "its regions end together"
+    assert "would train  region 0, 1 of 2" in shown
+    assert "runs/script/region-0" in shown and "runs/script/region-1" in shown
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (["--region", "0"], {}, "--region (or a variable"),
+        (["--coordinator", "h:1"], {}, "--coordinator (or a variable"),
+        ([], {"HF_COCODC_COORDINATOR": "h:1"}, "--coordinator (or a variable"),
+        ([], {"HF_COCODC_REGIONS": "2"}, "HF_COCODC_REGIONS (or a variable"),
+        (["--join"], {}, "--join (or a variable"),
+        (["--regions", "3"], {}, "divides one launch into 2 region(s), but regions.count=3"),
+    ],
+)
+def test_what_numbers_regions_beside_a_split_is_refused(
+    words: list[str],
+    env: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--split", "2", *words, *SPLIT, "--", "script.py"]) == 2
+    errors = capsys.readouterr().err
+    assert "--split='2' divides one launch into 2 region(s)" in errors and message in errors
+
+
+def test_a_recipe_whose_count_differs_from_the_split_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "quickstart/diloco", "--set", "regions.count=3", "--split", "2", *SPLIT]
+    assert main(words) == 2
+    assert "--split='2' divides one launch into 2 region(s), but regions.count=3" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("told")
+def test_regions_that_one_launcher_has_ended_are_blamed_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They fail at once, with one exit code: who was refused comes first, then who was killed, then who told of it first; who has
+    only stopped, or ended well, is not to blame.
+    """
+    facts: list[dict[str, Any]] = [
+        {"step": 9, "is_done": True},
+        {"step": 9, "error": "stopped", "exit_code": 3, "since": 1.0},
+        {"step": 9, "error": "second", "exit_code": 1, "since": 3.0},
+        {"step": 9, "error": "first", "exit_code": 1, "since": 2.0},
+        {"step": 9},
+    ]
+
+    def regions(told: list[dict[str, Any]]) -> list[launch.RegionProcess]:
+        process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+        process.wait()
+        made = []
+        for number, each in enumerate(told):
+            status = tmp_path / f"region-{number}.json"
+            status.write_text(json.dumps(each))
+            log = (tmp_path / f"log-{number}.txt").open("ab")
+            made.append(launch.RegionProcess(number, tmp_path, process, log, 0, status))
+        return made
+
+    failed = launch.watch(regions(facts), lambda: None)
+    assert [each.region for each in failed] == [4, 3, 2, 1, 0]
+    refused = {"error": "a disk is full", "exit_code": 2, "since": 9.0}
+    failed = launch.watch(regions([*facts, refused]), lambda: None)
+    assert [each.region for each in failed] == [5, 4, 3, 2, 1, 0]
+    assert supervising.report_failure(failed, failed, elastic=False) == 2
+    assert "error: [region 5] a disk is full" in capsys.readouterr().err.splitlines()[0]

@@ -66,6 +66,7 @@ def figures(seconds: list[float]) -> BenchReport:
         ([*LINK, "--step-s", "1", "--prices", "aws", "--usd-per-gb", "1"], "give one of them"),
         ([*LINK, "--step-s", "1", "--prices", "asw"], "--prices asw is not known. Did you mean 'aws'?"),
         ([*LINK, "--step-s", "1", "--prices", "aws,gcp,azure"], "names 3 clouds for 2 regions"),
+        ([*LINK, "--step-s", "1", "--speeds", "3,1,1"], "--speeds names 3 regions, and there are 2. Remove"),
     ],
 )
 def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,18 +125,29 @@ def test_a_plan_extends_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out.parent.mkdir()
     mine = folder / "mine.yaml"
     mine.write_text(
-        "extends: quickstart/streaming\nouter: {mixing_alpha: 0.0}\nmodel: {config: {x: .inf, y: null}}\n"
+        "extends: quickstart/streaming\nouter: {mixing_alpha: 0.0}\n"
+        "model: {config: {attention_dropout: .inf, pad_token_id: null}}\n"
     )
     monkeypatch.chdir(folder)
-    words = [*PLAN[2:], "--target", "0.5", "--set", "model.config.x=null", "--set", "training.seed=7"]
+    words = [
+        *PLAN[2:],
+        "--target",
+        "0.5",
+        "--set",
+        "model.config.attention_dropout=null",
+        "--set",
+        "training.seed=7",
+    ]
     assert main(["plan", "mine.yaml", *words, "--write", str(out)]) == 0
     monkeypatch.chdir(tmp_path)
     changes = read_yaml(out.read_text(), "")
     assert changes.keys() == {"extends", "model", "outer", "regions", "training"}
-    assert changes["extends"] == "../mine/mine.yaml" and changes["model"] == {"config": {"x": None}}
+    assert changes["extends"] == "../mine/mine.yaml" and changes["model"] == {
+        "config": {"attention_dropout": None}
+    }
     assert changes["training"] == {"seed": 7} and "method" not in changes["outer"]
     recipe = Recipe.load(out)
-    assert recipe.model.config is not None and "x" not in recipe.model.config
+    assert recipe.model.config is not None and "attention_dropout" not in recipe.model.config
     assert (recipe.training["seed"], recipe.regions.rate_limit) == (7, 54.0)
     assert main(["plan", str(out), *PLAN[2:], "--target", "0.5", "--write", str(again)]) == 0
     assert Recipe.load(again) == recipe
@@ -179,6 +191,61 @@ def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
         path.write_text(content)
         assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 2
         assert "holds no measurement of a link" in capsys.readouterr().err
+
+
+def in_a_bucket(write_ms: float = 300.0, up_mbit: float = 100.0) -> BenchReport:
+    """What bench link reports of a storage: a payload of 10 MB takes one turn of requests."""
+    took = {"write": write_ms, "read": 300.0, "list": 300.0, "delete": 300.0}
+    took |= {"write a payload": write_ms + 80e3 / up_mbit, "read a payload": 300.0 + 160.0}
+    rows = [{"what": what, "median ms": each, "p95 ms": each, "Mbit/s": None} for what, each in took.items()]
+    return BenchReport("a storage as a link", {"megabytes": 10.0, "is_near": False}, rows)
+
+
+def test_a_measured_storage_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of bench link with a URL: the plan is for requests, and the recipe that it writes has no settings of TCP."""
+    path, out = tmp_path / "link.json", tmp_path / "out.yaml"
+    write(path, [in_a_bucket()])
+    figures = written.link_of(path)
+    assert (figures["up_mbit"], figures["down_mbit"]) == (pytest.approx(100), pytest.approx(500))
+    there = ["--set", "regions.coordinator=s3://bucket/run7"]
+    words = ["plan", "quickstart/streaming", "--link", str(path), "--step-s", "0.5", "--write", str(out)]
+    assert main([*words, *there, "--target", "0.5"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "link=storage, write_ms=300, read_ms=300, delete_ms=300, up_mbit=100, down_mbit=500" in said
+    assert "link: a storage. After a pause, a region finds within 2.3 s what" in said
+    assert "RegionConfig(" not in said
+    regions = Recipe.load(out).regions
+    assert (regions.coordinator, regions.rate_limit, regions.connections) == (there[1][20:], None, "auto")
+    write(path, [in_a_bucket(write_ms=-1)])
+    assert main([*words[:-2], *there]) == 2
+    assert "write_ms -1 must lie in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "is_storage", "more", "said"),
+    [
+        ("s3://bucket/run7", False, (), "is of a network. Measure the link of the run, and give --link FILE"),
+        ("10.0.0.1:29650", True, (), "is of a storage. Measure the link of the run, and give --link FILE"),
+        ("s3://bucket/run7", True, ("--loss", "0.1"), "is of a storage, where --loss does not count"),
+        ("s3://bucket/run7", True, ("--rtt-ms", "50"), "is of a storage, where --rtt-ms does not count"),
+    ],
+)
+def test_a_forecast_for_another_link_is_refused(
+    where: str,
+    is_storage: bool,
+    more: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "link.json"
+    write(path, [in_a_bucket() if is_storage else figures([0.45])])
+    words = ["plan", "quickstart/diloco", "--step-s", "0.1", "--set", f"regions.coordinator={where}"]
+    assert main([*words, "--link", str(path), *more]) == 2
+    assert said in capsys.readouterr().err
+    if not is_storage:
+        assert main([*words, *LINK]) == 2
+        assert "--rtt-ms is of a network" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -293,6 +360,25 @@ def test_the_steps_of_a_plan_are_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_plan_without_prices_has_no_dollars(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(PLAN) == 0
     assert "$" not in capsys.readouterr().out
+
+
+def test_a_plan_knows_that_regions_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest sets the pace of equal batches; dealt ones take half as long. JSON has the deal."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out = tmp_path / "plan.json"
+    words = [*PLAN, "--speeds", "1,0.5,0.5,2", "--regions", "4", "--json", str(out)]
+    times = []
+    for balance in ("equal", "auto"):
+        more = ["training.gradient_accumulation_steps=4", f"regions.balance={balance}"]
+        assert main([*words, *(part for each in more for part in ("--set", each))]) == 0
+        [report] = read(out)
+        assert report["setting"]["deal"] == {"0": 4, "1": 2, "2": 2, "3": 8}
+        said = " ".join(capsys.readouterr().out.split())
+        assert "region 0: 4, region 1: 2, region 2: 2, region 3: 8" in said and "2.00 times as many" in said
+        times.append(report["setting"]["step_s"])
+    assert times == pytest.approx([0.2, 0.1])
 
 
 @pytest.mark.parametrize("params", ["100k", "1.2B"])

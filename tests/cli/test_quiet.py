@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc.settings import quiet_torch
+from hf_cocodc.settings.environment import quiet_torch
 
 LINE = "The hostname of the client socket cannot be retrieved"
 NETWORK = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]

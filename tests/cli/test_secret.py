@@ -17,7 +17,7 @@ from hf_cocodc.coordinator.secret import secret_of
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.settings import ENV_SECRET
+from hf_cocodc.settings.environment import ENV_SECRET
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training.launch import Launch, Program
 from tests.coordinator.regions import hello, meet, part

@@ -57,7 +57,7 @@ def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
     ("settings", "regions", "said"),
     [
         ({}, [0, 1], "stopping: all regions agree on an inner step"),
-        ({"min": 1}, [0, 1], "stopping: all regions hear of it with the next transfer"),
+        ({"min": 1}, [0, 1], "stopping: all regions agree on an inner step"),
         (
             {"min": 1, "when_one_ends": "continue"},
             [2],

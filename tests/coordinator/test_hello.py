@@ -11,7 +11,7 @@ from torch import nn
 from hf_cocodc.coordinator.hello import _ONLY_SHOWN, FROZEN, compare, side_by_side
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.run import connect
-from hf_cocodc.run.about import function_of
+from hf_cocodc.run.about import About, function_of
 from hf_cocodc.run.connect import hello
 from tests.toys import llama
 
@@ -31,10 +31,8 @@ def says(allowed: list[str] | None = None, samples: str = "", **changes: Any) ->
         {"sync_interval": 10},
         100,
         1,
-        config=config,
-        facts=facts,
-        first_samples=samples,
-        allowed=allowed or [],
+        About(model=config, facts=facts, first_samples=samples),
+        allowed or [],
     )
 
 

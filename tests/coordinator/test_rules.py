@@ -437,6 +437,23 @@ def test_regions_of_a_run_that_has_died_begin_anew_beside_a_newcomer_that_was_an
     assert isinstance(world.last(3), Refuse)
 
 
+def test_a_run_that_the_same_processes_begin_anew_is_another_one() -> None:
+    """The coordinator was killed before they heard that they had met: they come again, each with the token that it has."""
+    world = World()
+    world.meet(elastic=True)
+    first = world.state
+    world.starts_again()
+    for who, region in ((5, 0), (6, 1)):
+        world.do(Came(who, hello(region, elastic=True)))
+    world.later(CALL_S + VOID_S)
+    assert world.state.run not in world.state.earlier and world.state.earlier == (first.run,)
+    assert world.state.generation.name != first.generation.name
+    back = world.back(5)
+    world.do(Ended(5))
+    world.do(Came(7, back))
+    assert isinstance(world.last(7), Resumed)
+
+
 def test_a_coordinator_with_the_file_of_another_run_says_nothing_about_this_one() -> None:
     world = World()
     world.meet(elastic=True)
@@ -494,6 +511,19 @@ def test_nobody_takes_the_place_of_another_process() -> None:
         assert world.state.seat_of(back.member) is None
     world.do(Came(8, back))
     assert world.state.seat_of(back.member) == 8
+
+
+@pytest.mark.parametrize("region", [-1, 1024])
+def test_a_region_that_cannot_exist_does_not_come_in(region: int) -> None:
+    """The others could not read what they would hear of it."""
+    world = World()
+    world.meet(elastic=True)
+    heard = len(world.sent[1])
+    world.do(Came(3, hello(region, elastic=True, join=True)))
+    refusal = world.last(3)
+    assert isinstance(refusal, Refuse) and refusal.error == "InputError"
+    assert f"region {region} does not exist" in refusal.why
+    assert len(world.sent[1]) == heard and not world.state.newcomers and not world.state.hellos
 
 
 def test_processes_that_are_not_connected_are_introduced_again() -> None:

@@ -20,6 +20,7 @@ from hf_cocodc.coordinator.messages import (
     PROTOCOL,
     Announce,
     AskLeave,
+    AskRecipe,
     AskStop,
     Beat,
     Bye,
@@ -39,6 +40,7 @@ from hf_cocodc.coordinator.messages import (
     Ready,
     Report,
     Resumed,
+    RunRecipe,
     Stop,
     StopAt,
     Suspect,
@@ -46,7 +48,14 @@ from hf_cocodc.coordinator.messages import (
     host_of,
 )
 from hf_cocodc.coordinator.server import Served, serve_in_thread
-from hf_cocodc.errors import HandshakeError, InputError, MeetingError, RegionLostError, RunOver
+from hf_cocodc.errors import (
+    HandshakeError,
+    InputError,
+    MeetingError,
+    MeetingRefused,
+    RegionLostError,
+    RunOver,
+)
 from hf_cocodc.net.channel import line_of
 
 from .regions import OTHER, SECRET, Region, ask, hello, meet, part, socket_of, try_to_meet, wait_until
@@ -228,6 +237,52 @@ def test_commands_ask_a_region_to_leave_and_claim_numbers() -> None:
         wait_until(lambda: ask(served.address, "run", Claim()) == Claimed(region=2))
         claims[1].close()
         part(a, b)
+
+
+def test_a_run_keeps_the_recipe_of_the_region_that_opened_it(tmp_path: Path) -> None:
+    """Also when that is lost, when the coordinator is started again, and whatever others tell; nobody has it before the run
+    trains, or after its end.
+    """
+    told = [{"text": f"of region {region}"} for region in range(3)]
+    state = tmp_path / "state"
+    first = serve_in_thread(state=state, secrets=[SECRET])
+    with pytest.raises(MeetingError, match="run 'run' does not train"):
+        ask(first.address, "run", AskRecipe(), keys=SECRET)
+    a, b = meet(
+        first.address, *(hello(each, elastic=True, recipe=told[each]) for each in (1, 0)), keys=SECRET
+    )
+    [c] = meet(first.address, hello(2, elastic=True, join=True, recipe=told[2]), keys=SECRET)
+    assert ask(first.address, "run", AskRecipe(), keys=SECRET) == RunRecipe(recipe=told[0])
+    b.client.close()
+    with pytest.raises(MeetingRefused, match="the caller has none"):
+        ask(first.address, "run", AskRecipe())
+    first.close()
+    with coordinator(port=first.port, state=state, secrets=[SECRET]) as second:
+        assert ask(second.address, "run", AskRecipe(), keys=SECRET) == RunRecipe(recipe=told[0])
+        a.wait_for(Resumed, 8.0)
+        a.client.close(Bye(how="finished", step=9))
+        wait_until(lambda: status(second.address, SECRET)[0]["phase"] == "ended")
+        with pytest.raises(MeetingError, match="run 'run' does not train"):
+            ask(second.address, "run", AskRecipe(), keys=SECRET)
+    part(c)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "recipe", "said"),
+    [
+        (True, {}, "was started by a script, which has no recipe. Start the same script here"),
+        (True, {"recipe": "text"}, "was started by a script"),
+        (False, {"recipe": {"text": "x"}}, "ends when a region is lost: nobody can join it"),
+    ],
+)
+def test_a_run_without_a_recipe_or_that_nobody_joins_says_so(
+    elastic: bool, recipe: dict[str, object], said: str
+) -> None:
+    with coordinator() as served:
+        regions = meet(served.address, *(hello(each, elastic=elastic, **recipe) for each in (0, 1)))
+        with pytest.raises(InputError, match=said):
+            ask(served.address, "run", AskRecipe())
+        part(*regions)
 
 
 def test_a_run_that_has_ended_says_so_to_newcomers_and_joiners() -> None:

@@ -175,7 +175,7 @@ def test_a_file_of_something_else_or_another_version_is_refused(tmp_path: Path) 
     path = tmp_path / "state"
     for content in ('{"a": 1}\n', "text\n"):
         path.write_text(content)
-        with pytest.raises(InputError, match="not a file of a coordinator"):
+        with pytest.raises(InputError, match="not a state of a coordinator"):
             StateFile(path)
         assert path.read_text() == content
     path.write_text('{"hf_cocodc state": 2, "protocol": 2}\n')

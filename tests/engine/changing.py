@@ -40,8 +40,7 @@ class ChangingHub(LockstepHub):
         """End a call if all its members, as they are known now, have made it."""
         call, members = self._open_calls[number], self.sets(number)
         if call.answers is None and call.brought.keys() >= set(members):
-            brought = {place: call.brought[r] for place, r in enumerate(members)}
-            found = self._resolvers[number](brought, len(members))
+            found = self._resolvers[number]([call.brought[r] for r in members])
             call.members = members  # type: ignore[attr-defined]
             given = {r: told(answer, members) for r, answer in zip(members, found, strict=True)}
             lowest = given[members[0]]
@@ -73,9 +72,12 @@ def followed(answer: Any) -> Any:
 class ChangingLink(LockstepLink):
     """One region's side."""
 
-    is_elastic = True
     is_joining = is_out = follows = False
     _hub: ChangingHub
+
+    def __init__(self, hub: ChangingHub, region: int, num_regions: int) -> None:
+        super().__init__(hub, region, num_regions)
+        self.is_elastic = True
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ def test_the_documented_bytes_are_the_engines() -> None:
         kept[name] = found.kept / (4 * 300 * 300)
         each[name] = found.per_transfer / max(fragment.numel for fragment in fragments)
     lowrank = round(kept.pop("dilocox")), round(each.pop("dilocox"))
-    tiles = round(each.pop("sparseloco"))
+    tiles, residual = round(each.pop("sparseloco")), round(kept.pop("muloco"))
     text = (ROOT / "docs" / "evidence" / "performance.md").read_text(encoding="utf-8")
     assert {round(each, 3) for each in kept.values()} == {8}
-    assert f"| global params, outer state | 8 (`dilocox` {lowrank[0]}) |" in text
+    assert f"| global params, outer state | 8 (`dilocox` {lowrank[0]}, `muloco` {residual}) |" in text
     low, high = (f"{end(each.values()):.0f}" for end in (min, max))
     transfer = f"{low} to {high} (`dilocox` {lowrank[1]}, `sparseloco` {tiles})"
     assert f"| each transfer in flight | {transfer} |" in text

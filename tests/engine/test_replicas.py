@@ -153,7 +153,8 @@ def observe(folder: str) -> None:
         "states": num_flats,
         "keys": list(engine.state_dict()),
         "quiet": [quiet[0], len(quiet[1]), alone[0], len(alone[1])],
-        "leads": [started[0][-1], *landing[0]],
+        "started": started[0],
+        "leads": landing[0],
         "bytes": [each.nbytes for each in landing[1]],
         "local": local,
         "saved": saved,
@@ -187,14 +188,15 @@ def test_only_the_leader_has_outer_state(observed: dict[str, dict]) -> None:
 
 
 def test_ranks_hear_of_events_and_of_nothing_else(observed: dict[str, dict]) -> None:
-    """After step 1, which asks for them, no message before the next event, nor where a model is only saved; then one, and the
-    weights in their own type.
+    """After step 1, which asks for them, no message before the next event, nor where a model is only saved; then one, the
+    weights in their own type, and whether somebody pulls the model.
     """
     num_bytes = 2 * (WIDE * WIDE + WIDE + WIDE + 1)
     for leader, other in ranks_of(observed):
         for each in (leader, other):
             assert each["quiet"] == [["the events of step 1"], 0, [], 0]
-            assert each["leads"] == ["the beginning of training", f"the events of step {INTERVAL}"]
+            assert "the beginning of training" in each["started"]
+            assert each["leads"] == [f"the events of step {INTERVAL}", *2 * ["who pulls the model"]]
             assert sum(each["bytes"]) == num_bytes
             assert max(each["bytes"]) <= SMALL
         assert leader["facts"] == other["facts"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_cocodc.methods import Method
 from hf_cocodc.parts import closings, codecs, fragments, merges, outer, schedules
+from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.toys import Region, batch, global_of, llama, llama_adamw, params_of, run, train_llama
 
@@ -129,6 +130,33 @@ def test_fragments_sent_together_are_diloco(pattern: fragments.Pattern, num_regi
     cut = run(num_regions, method(fragments=pattern), llama_adamw(), live)
     whole = run(num_regions, method(), llama_adamw(), live)
     assert torch.equal(locals_of(cut), locals_of(whole))
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 2, 4])
+def test_a_fragment_is_sent_in_every_step(overlap_steps: int) -> None:
+    """P = layers + 1 = H: one send and one landing in each inner step, tau in flight, and the whole model once in a round."""
+    config = OuterConfig(
+        method="streaming", sync_interval=5, num_fragments=5, overlap_steps=overlap_steps, codec="int8"
+    )
+    first = 5 + overlap_steps
+
+    def counted(region: Region) -> tuple[list[tuple[int, int, int]], Tensor]:
+        totals, counts = region.synchronizer.totals, []
+        for step in range(STEPS + 5):
+            train_llama(region, step)
+            counts.append((totals.sends, totals.landings, totals.bytes_sent))
+        region.synchronizer.finish()
+        return counts, global_of(region)
+
+    (counts, ours), (_, theirs) = run(2, config, llama_adamw(), counted)
+    assert [sends for sends, _, _ in counts] == [max(step - 4, 0) for step in range(1, STEPS + 6)]
+    assert [landings for _, landings, _ in counts] == [
+        max(step - first + 1, 0) for step in range(1, STEPS + 6)
+    ]
+    method = from_config(config)
+    whole_model = sum(method.codec.wire_bytes(each, 0, 2) for each in method.fragments(llama()))
+    assert counts[first + 8][2] - counts[first + 3][2] == whole_model
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("schedule", [schedules.every(H), schedules.every(H, 2), schedules.staggered(H, 1)])

@@ -58,13 +58,18 @@ def test_sparseloco_that_sends_everything_is_diloco_without_momentum(
 
 
 def test_muloco_is_diloco_with_its_settings() -> None:
-    """The outer side alone, bitwise: what is new is the inner optimizer (`tests/oracles/test_newer.py`)."""
-    diloco = small("diloco", outer_lr=0.7, outer_momentum=0.6, codec="int4")
-    ours, theirs = (
-        run(2, small("muloco", **of_paper("muloco")), llama_adamw(), live),
-        run(2, diloco, llama_adamw(), live),
+    """The outer side alone, bitwise: what is new is the inner optimizer (`tests/oracles/test_newer.py`), and that error feedback
+    forgets: without a decay it is DiLoCo's."""
+    diloco = small("diloco", outer_lr=0.7, outer_momentum=0.6, codec="int4", error_feedback=True)
+    same, ours, theirs = (
+        locals_of(run(2, method, llama_adamw(), live))
+        for method in (
+            small("muloco", **of_paper("muloco"), feedback_decay=1.0),
+            small("muloco", **of_paper("muloco")),
+            diloco,
+        )
     )
-    assert torch.equal(locals_of(ours), locals_of(theirs))
+    assert torch.equal(same, theirs) and not torch.equal(ours, theirs)
 
 
 def test_snoo_is_diloco_of_one_region() -> None:

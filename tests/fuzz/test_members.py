@@ -34,10 +34,10 @@ from hf_cocodc.link import rules as links
 from hf_cocodc.link.part import Call, Part, Standing
 from hf_cocodc.net.channel import line_of
 from hf_cocodc.net.members import Member, Whereabouts
-from hf_cocodc.net.validation import MOST
 from hf_cocodc.net.wire import _count_in
 from hf_cocodc.snapshot import receive
 from hf_cocodc.snapshot.receive import Donors
+from hf_cocodc.validation import MOST
 from tests.fuzz.test_messages import NAMES, PLAIN
 from tests.link.memory import Regions
 from tests.listening import lanes
@@ -60,6 +60,10 @@ def can_be_sent(plain: Any) -> bool:
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a type that a message has: few members and small numbers, so that they have to do with each other."""
+    if get_origin(kind) is dict and get_args(kind)[1] is not Any:
+        return st.dictionaries(st.sampled_from(NAMES), values(get_args(kind)[1]), max_size=2).filter(
+            can_be_sent
+        )
     if kind is Any or kind is dict or get_origin(kind) is dict:
         return st.dictionaries(st.sampled_from(NAMES), PLAIN, max_size=2).filter(can_be_sent)
     if kind is Member:

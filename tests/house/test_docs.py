@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+import hf_cocodc
 from hf_cocodc.newer import known
 from hf_cocodc.settings.reading import read_yaml
 from hf_cocodc.settings.reference import OTHERS, keys
@@ -19,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
-BY_HAND = {"journal.md", "metrics.md"}
-"""Pages of the reference that are not generated; `tests/trainer/test_figures.py` compares them with the code."""
+BY_HAND = {"glossary.md", "journal.md", "metrics.md"}
+"""Pages of the reference that are not generated; `tests/trainer/test_figures.py` compares the last two with the code."""
 BRITISH = re.compile(
     r"\w*(?:[sc]hronis|quantis|normalis|utilis|summaris|initialis|optimis[ei]|behaviour|colour|neighbour|favour|labell|travell|modell"
     r"|centre\b|licence|grey|whilst|artefact|catalogue)\w*",
@@ -42,6 +43,19 @@ def test_the_reference_is_that_of_the_code() -> None:
     for name, text in generate().pages().items():
         assert (DOCS / "reference" / name).read_text(encoding="utf-8") == text, name
     assert {path.name for path in (DOCS / "reference").glob("*.md")} == {*generate().pages(), *BY_HAND}
+
+
+def test_every_public_name_has_an_example() -> None:
+    """Or is an exception, in the table of them. Examples are Python, and members that are shown exist."""
+    made = generate()
+    errors = {name for name in hf_cocodc.__all__ if name not in made.EXAMPLES}
+    assert all(issubclass(getattr(hf_cocodc, name), hf_cocodc.CocodcError) for name in errors)
+    assert set(made.EXAMPLES) | errors == set(hf_cocodc.__all__)
+    for name, example in made.EXAMPLES.items():
+        compile(example, name, "exec")
+        assert name in example
+    for name, members in made.MEMBERS.items():
+        assert all(hasattr(getattr(hf_cocodc, name), member) for member in members), name
 
 
 def test_every_variable_of_the_environment_is_described() -> None:
@@ -69,6 +83,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_that_is_named_exists(page: Path) -> None:
+    """Each file of the package or of the tests, and the test in it."""
+    text = page.read_text(encoding="utf-8")
+    for name, test in re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)+\.py)(?:::(\w+))?`", text):
+        file = next(
+            (root / name for root in (ROOT / "hf_cocodc", ROOT, ROOT / "recipes") if (root / name).is_file()),
+            None,
+        )
+        assert file is not None, name
+        assert not test or f"def {test}(" in file.read_text(encoding="utf-8"), test
 
 
 def test_the_readme_is_short() -> None:

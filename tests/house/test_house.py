@@ -16,7 +16,7 @@ import hf_cocodc
 PACKAGE = Path(hf_cocodc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "threads", "status", "interrupt"),
+    ("errors", "threads", "status", "validation"),
     ("settings", "parts", "net"),
     ("methods", "coordinator"),
     ("link",),

@@ -14,6 +14,7 @@ from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.link.process_group import Payloads
 from hf_cocodc.link.tcp import TcpLink
+from hf_cocodc.net.addresses import is_url
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.wire import Wire
 
@@ -70,6 +71,8 @@ def met(
     """What a link needs of a process that has met the others at a coordinator, or of a newcomer. `settings`: of its wire."""
     client = Client(address, "run", keys, period_s)
     settings = {"connections": 2, "timeout_s": patience_s, **settings}
+    if is_url(address):
+        settings |= {"connections": None, "announce": lambda port: ()}
     wire = Wire(region, keys=keys, **settings)
     hello = Hello(
         region=region,

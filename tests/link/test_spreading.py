@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_cocodc.engine.agreement import texts
 from hf_cocodc.errors import RegionLostError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
@@ -66,7 +65,7 @@ def test_a_length_beyond_what_is_expected_takes_no_memory() -> None:
 def test_a_loss_between_calls_that_belong_together_lets_them_be_made_once_more() -> None:
     """Not twice: a region whose ranks share a link (`test_ranks`) would make fewer calls than the others."""
 
-    def body(region: int, link: TcpLink) -> tuple[dict[int, str], Counter[str]]:
+    def body(region: int, link: TcpLink) -> tuple[dict[int, bytes], Counter[str]]:
         gathers: Counter[str] = Counter()
         make = link.gather
 
@@ -81,8 +80,8 @@ def test_a_loss_between_calls_that_belong_together_lets_them_be_made_once_more()
             mock.patch.object(link, "gather", counted),
             mock.patch.object(link, "broadcast", die if region == 2 else link.broadcast),
         ):
-            return texts(link, f"of {region}", "texts"), gathers
+            return spread_all(link, f"of {region}".encode(), "texts"), gathers
 
     found = Regions(3).run(body)
     assert isinstance(found.pop(2), Died)
-    assert list(found.values()) == [({0: "of 0", 1: "of 1"}, {"the length of texts": 2})] * 2
+    assert list(found.values()) == [({0: b"of 0", 1: b"of 1"}, {"the length of texts": 2})] * 2

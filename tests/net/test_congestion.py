@@ -11,7 +11,8 @@ from hf_cocodc import RegionConfig
 from hf_cocodc.errors import InputError
 from hf_cocodc.net import pacing
 from hf_cocodc.net.connection import Connection
-from hf_cocodc.net.pacing import congestion_of, set_congestion
+from hf_cocodc.net.pacing import congestion_of, part_lost, set_congestion
+from hf_cocodc.net.pipe import Seen
 from hf_cocodc.net.wire import Wire
 from tests.link.memory import connect, wait_until
 from tests.net.test_ways import mapped, speak
@@ -81,3 +82,10 @@ def test_payloads_have_it_over_long_ways(
         speak(*both)
         for wire in both:
             wire.close()
+
+
+def test_losses_that_a_rate_limit_would_spare() -> None:
+    """They are told once enough packets are sent, over all pairs together, and more are lost than lines lose."""
+    assert part_lost([Seen(packets=6_000, resent=900)]) is None, "too few packets"
+    assert part_lost([Seen(packets=6_000, resent=900), Seen(packets=6_000, resent=300)]) == 0.1
+    assert part_lost([Seen(packets=100_000, resent=1_000)]) is None, "a hundredth is lost on many lines"

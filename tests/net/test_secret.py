@@ -14,7 +14,7 @@ from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.secret import secret_of
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Identity, Keys
-from hf_cocodc.settings import ENV_SECRET
+from hf_cocodc.settings.environment import ENV_SECRET
 from tests.secret import secret
 
 SECRET = secret()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from hf_cocodc.errors import LinkError
 from hf_cocodc.net import reaching
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.relay import RelayProcess
+from hf_cocodc.net.mailbox import mailbox
 from hf_cocodc.net.wire import Wire
-from tests.link.memory import at_once, connect, wait_until
-from tests.listening import free_port
+from tests.link.memory import at_once, connect
+from tests.net.storages import folder_url
 from tests.secret import secret
 
 HOST = "127.0.0.1"
@@ -35,13 +34,6 @@ def nowhere() -> Iterator[tuple[str, int]]:
     with socket.socket() as bound:
         bound.bind((HOST, 0))
         yield bound.getsockname()
-
-
-def answers(port: int) -> bool:
-    """Whether somebody listens there."""
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
-        return True
-    return False
 
 
 @contextlib.contextmanager
@@ -194,55 +186,51 @@ def test_regions_that_do_not_reach_each_other_say_where_they_tried(monkeypatch: 
         assert time.monotonic() - began < 10.0
         words = str(caught.value)
         assert all(f"{HOST}:{port}" in words for _, port in (first, second)), words
-        assert all(each in words for each in ("regions.port", "regions.announce", "--relay"))
+        assert all(
+            each in words for each in ("regions.port", "regions.announce", "ssh -R", "--coordinator URL")
+        )
         for wire in both:
             assert not wire.regions
             wire.close()
 
 
 @pytest.mark.parametrize("keys", [None, Keys.from_secret(secret())], ids=["open", "secret"])
-def test_two_regions_that_nobody_can_call_meet_at_the_relay(
-    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+def test_two_regions_that_nobody_can_call_meet_in_the_storage(
+    keys: Keys | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All connections go over it; if it ends, they come back over the next one, and no bit is lost."""
-    monkeypatch.setattr(reaching, "_RELAY_S", 0.2)
-    port, said = free_port(), list[str]()
-    relay = RelayProcess(HOST, port, [] if keys is None else [keys], None, said.append)
+    """All connections go through it; a socket that breaks there costs no bit."""
+    monkeypatch.setattr(reaching, "_STORAGE_S", 0.2)
     with nowhere() as first, nowhere() as second:
         both = wires([first], [second], keys=keys)
         for wire in both:
-            wire.relay = (HOST, port)
+            wire.storage = folder_url(tmp_path)
         connect(*both)
-        assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
+        assert [wire.ways for wire in both] == [{1: "storage"}, {0: "storage"}]
         speak(*both)
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 99, 20.0) for wire in both))
         say(*streams)
-        os.kill(relay._process.pid, signal.SIGKILL)
+        for way in mailbox(folder_url(tmp_path))._open_ways:
+            way.end(ConnectionResetError("the test breaks it"))
         speak(*both, order=2)
         say(*streams)
-        assert "relay: it has ended, and is started again" in said
         for each in (*both, *streams):
             each.close()
-    relay.close()
 
 
-def test_who_waits_alone_at_the_relay_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other region does not reach it."""
-    monkeypatch.setattr(reaching, "_RELAY_S", 0.1)
+def test_who_waits_alone_in_the_storage_waits_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other region has no way to it."""
+    monkeypatch.setattr(reaching, "_STORAGE_S", 0.1)
     monkeypatch.setattr(reaching, "REACH_S", 2.0)
-    port = free_port()
-    relay = RelayProcess(HOST, port, [], None, lambda line: None)
-    wait_until(lambda: answers(port))
+    url = folder_url(tmp_path)
     with nowhere() as first, nowhere() as second:
         both = wires([first], [second])
-        both[0].relay = (HOST, port)
-        began = time.monotonic()
-        with pytest.raises(LinkError, match=f"and {HOST}:{port} .the other region has not come there"):
+        both[0].storage = url
+        with pytest.raises(LinkError, match=f"and {url} .the other end has not come"):
             connect(*both)
-        assert time.monotonic() - began < 10.0
         for wire in both:
             wire.close()
-    relay.close()
 
 
 def test_a_port_of_the_users_choice() -> None:

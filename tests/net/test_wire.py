@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_cocodc import threads
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.net import pairs, reaching, wire
 from hf_cocodc.net.connection import Connection, Operation
@@ -112,14 +113,14 @@ def test_the_first_call_that_fails_ends_the_waiting() -> None:
         go_on.wait(20.0)
 
     with pytest.raises(LinkError, match="has gone"):
-        pairs.side_by_side([partial(call, number) for number in range(6)], 2)
+        threads.side_by_side([partial(call, number) for number in range(6)], 2)
     go_on.set()
     time.sleep(0.3)
     assert sorted(begun) == [0, 1]
 
 
 def test_all_pairs_search_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relay alone takes seconds. Behind others, a pair would be late for the other end, which gives up after ten."""
+    """Each takes seconds if nobody answers. Behind others, a pair would be late for the other end, which gives up after ten."""
     num_others = 20
     search = threading.Barrier(num_others, timeout=PATIENCE_S)
     monkeypatch.setattr(pairs.Pair, "meet", lambda pair: search.wait())

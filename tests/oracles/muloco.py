@@ -19,20 +19,27 @@ def muloco(
     outer_lr: float,
     outer_mu: float,
     weight_decay: float = 0.1,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    beta2: float = 0.99,
 ) -> Trajectory:
     """Rounds of H inner steps from the common Theta; each fragment of the problem is one parameter of the given shape.
 
     u = outer_mu u + outer_lr mean_m (Theta - theta_m) ; Theta = Theta - outer_mu u - outer_lr mean_m (Theta - theta_m)
 
-    Matrices take steps of `Muon`, vectors of `AdamW` without weight decay. Moments stay in their region. A last round of fewer
-    than H steps is not synchronized.
+    Matrices take steps of `Muon`, vectors of `AdamW` without weight decay; nothing is quantized (`quantized`). Moments stay in
+    their region. A last round of fewer than H steps is not synchronized.
     Source: arXiv 2505.23725, in the form of its authors' code (u has the learning rate in it); METHODS 7.
     """
     M = problem.M
     Theta = problem.start()
     theta = [problem.start() for _ in range(M)]
     inner = [
-        [Muon(shape, weight_decay) if len(shape) == 2 else AdamW(shape) for shape in shapes] for _ in range(M)
+        [
+            Muon(shape, weight_decay, momentum, nesterov) if len(shape) == 2 else AdamW(shape, beta2)
+            for shape in shapes
+        ]
+        for _ in range(M)
     ]
     u = [np.zeros_like(part) for part in Theta]
     trajectory: Trajectory = []
@@ -54,19 +61,22 @@ def muloco(
 
 
 class Muon:
-    """B = 0.95 B + 0.05 G ; W = (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) orthogonalize(0.05 G + 0.95 B)
+    """B = mu B + (1 - mu) G ; W = (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) orthogonalize(B)
 
-    Source: torch.optim.Muon, with the learning rate of arXiv 2502.16982.
+    With a Nesterov step, orthogonalize((1 - mu) G + mu B).
+    Source: torch.optim.Muon, with the learning rate of arXiv 2502.16982; METHODS 7 (mu = 0.9, no Nesterov step).
     """
 
-    def __init__(self, shape: tuple[int, ...], weight_decay: float) -> None:
-        self.shape, self.weight_decay = shape, weight_decay
+    def __init__(
+        self, shape: tuple[int, ...], weight_decay: float, mu: float = 0.9, nesterov: bool = False
+    ) -> None:
+        self.shape, self.weight_decay, self.mu, self.nesterov = shape, weight_decay, mu, nesterov
         self.B = np.zeros(shape)
 
     def step(self, x: Vector, grad: Vector, lr: float) -> Vector:
         G = grad.reshape(self.shape)
-        self.B = 0.95 * self.B + 0.05 * G
-        update = orthogonalize(0.05 * G + 0.95 * self.B)
+        self.B = self.mu * self.B + (1 - self.mu) * G
+        update = orthogonalize((1 - self.mu) * G + self.mu * self.B if self.nesterov else self.B)
         W = (1 - lr * self.weight_decay) * x.reshape(self.shape)
         return (W - 0.2 * lr * np.sqrt(max(self.shape)) * update).ravel()
 
@@ -81,17 +91,17 @@ def orthogonalize(X: Vector) -> Vector:
 
 
 class AdamW:
-    """m = 0.9 m + 0.1 g ; v = 0.95 v + 0.05 g g ; x = x - lr (m / (1 - 0.9^t)) / (sqrt(v / (1 - 0.95^t)) + 1e-8)
+    """m = 0.9 m + 0.1 g ; v = b v + (1 - b) g g ; x = x - lr (m / (1 - 0.9^t)) / (sqrt(v / (1 - b^t)) + 1e-8)
 
-    Source: arXiv 1711.05101, without weight decay.
+    Source: arXiv 1711.05101, without weight decay; METHODS 7 (b = 0.99).
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        n = int(np.prod(shape))
+    def __init__(self, shape: tuple[int, ...], beta2: float = 0.99) -> None:
+        n, self.beta2 = int(np.prod(shape)), beta2
         self.m, self.v, self.t = np.zeros(n), np.zeros(n), 0
 
     def step(self, x: Vector, grad: Vector, lr: float) -> Vector:
         self.t += 1
         self.m = 0.9 * self.m + 0.1 * grad
-        self.v = 0.95 * self.v + 0.05 * grad * grad
-        return x - lr * (self.m / (1 - 0.9**self.t)) / (np.sqrt(self.v / (1 - 0.95**self.t)) + 1e-8)
+        self.v = self.beta2 * self.v + (1 - self.beta2) * grad * grad
+        return x - lr * (self.m / (1 - 0.9**self.t)) / (np.sqrt(self.v / (1 - self.beta2**self.t)) + 1e-8)

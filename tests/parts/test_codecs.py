@@ -23,6 +23,7 @@ from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Message, Plain, Reply, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.codecs.codebook import Codebook
 from hf_cocodc.parts.codecs.lowrank import (
     LowRank,
     _orthonormal,
@@ -32,7 +33,6 @@ from hf_cocodc.parts.codecs.lowrank import (
     projection,
     share_of_rank,
 )
-from hf_cocodc.parts.codecs.tiles import Codebook
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from tests.oracles.codecs import e3m0_roundtrip, int4_roundtrip, int8_roundtrip
@@ -58,6 +58,7 @@ CODECS: dict[str, Codec] = {
     "int8": codecs.int8(),
     "int4": codecs.int4(16),
     "fp4": codecs.fp4(),
+    "codebook_2bit": codecs.codebook_2bit(16),
     "topk": codecs.topk(5, 64),
     "lowrank": codecs.lowrank(2),
     "lowrank, fp32": codecs.lowrank(3, FP32),
@@ -157,6 +158,7 @@ def test_bytes_a_value() -> None:
         "int8": (codecs.int8(), 1 + 4 / 256),
         "int4": (codecs.int4(), 0.5 + 4 / 256),
         "fp4": (codecs.fp4(), 0.5 + 4 / 64),
+        "codebook_2bit": (codecs.codebook_2bit(), 0.25 + 8 / 256),
         "topk": (codecs.topk(), (4 + 64 + 96) / 4096),
         "topk_2bit": (codecs.topk_2bit(), (8 + 16 + 96) / 4096),
     }
@@ -471,7 +473,7 @@ def test_topk_of_many_regions_drops_nothing_from_the_mean() -> None:
 @given(
     seed=seeds,
     decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
-    name=st.sampled_from(["fp32", "int8", "int4", "fp4", "topk", "lowrank"]),
+    name=st.sampled_from(["fp32", "int8", "int4", "fp4", "codebook_2bit", "topk", "lowrank"]),
     num_regions=st.integers(1, 3),
 )
 def test_what_was_meant_is_what_was_sent_and_the_residual(
@@ -490,7 +492,7 @@ def test_what_was_meant_is_what_was_sent_and_the_residual(
         states = [arrival.result.state for arrival in arrivals]
 
 
-@pytest.mark.parametrize("name", ["int4", "fp4", "topk", "lowrank"])
+@pytest.mark.parametrize("name", ["int4", "fp4", "codebook_2bit", "topk", "lowrank"])
 def test_feedback_sends_everything_in_the_end(name: str) -> None:
     """The mean of the means of a constant outer gradient comes close to it, where without feedback it does not."""
     outer_grads = [normal(FRAGMENT.numel, region) for region in range(2)]

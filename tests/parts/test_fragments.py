@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,27 @@ def test_embedding_and_head_keep_fragments_even() -> None:
     assert max(sizes) < 1.7 * min(sizes)
 
 
+@pytest.mark.parametrize("pattern", [strided, sequential])
+@pytest.mark.parametrize("split_rows", [False, True])
+def test_one_fragment_more_than_blocks_is_for_the_embedding(
+    pattern: Callable[..., Pattern], split_rows: bool
+) -> None:
+    """A block in each of the others, in order, as in Streaming DiLoCo's paper; the head fills up the smallest one."""
+    model = llama(layers=3)
+    fragments = pattern(4, split_rows)(model)
+    inside = [{name.split(".")[2] for name in each.names if ".layers." in name} for each in fragments]
+    assert inside == [{"0"}, {"1"}, {"2"}, set()]
+    assert "model.embed_tokens.weight" in fragments[3].names
+    assert covered(fragments) == sorted(name for name, _ in model.named_parameters())
+    frozen = llama(layers=3)
+    for name, param in frozen.named_parameters():
+        param.requires_grad_(".layers." in name)
+    with pytest.raises(
+        InputError, match="num_fragments=4 but the model has 3 trainable blocks with values, "
+    ):
+        pattern(4, split_rows)(frozen)
+
+
 @pytest.mark.parametrize("num_fragments", [2, 4])
 @pytest.mark.parametrize("period", [2, 4])
 def test_strided_deals_out_large_blocks(num_fragments: int, period: int) -> None:
@@ -101,9 +124,13 @@ def test_views_are_the_flat_vector() -> None:
 def test_too_many_fragments_and_nothing_to_train_are_refused() -> None:
     """The messages name the number, the rule and the way out."""
     with pytest.raises(
-        InputError, match=r"num_fragments=5 but the model has 4 trainable blocks.*num_fragments <= 4"
+        InputError,
+        match=r"num_fragments=6 but the model has 4 trainable blocks with values and one fragment for what is outside "
+        r"them.*num_fragments <= 5",
     ):
-        strided(5)(llama())
+        strided(6)(llama())
+    with pytest.raises(InputError, match=r"has 3 trainable blocks with values, and each.*num_fragments <= 3"):
+        sequential(4)(Blocks([torch.zeros(3) for _ in range(3)]))
     with pytest.raises(InputError, match="no trainable parameter"):
         whole()(llama().requires_grad_(False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ METHODS = {
     ),
     "eager": OuterConfig(method="eager", sync_interval=4),
     "streaming": OuterConfig(method="streaming", sync_interval=6, num_fragments=2, overlap_steps=2),
+    # one for each layer and one for the embedding: transfers fly at every step
+    "a fragment every step": OuterConfig(
+        method="streaming", sync_interval=3, num_fragments=3, overlap_steps=2
+    ),
 }
 HURRY = "hurry"
 """A file in the folder of a run whose regions shall go on to its end as fast as they can."""
@@ -154,6 +159,132 @@ def trainer(
     facts |= {"began_at": slow.seen[0], "seen": slow.seen, "best": made.state.best_global_step}
     weights = torch.cat([whole(param).detach().reshape(-1) for param in made.model.parameters()])
     torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
+
+
+class Dealt(Trainer):
+    """Takes its time for each micro-batch, and writes down which samples it has trained on, and whether they were dealt to it."""
+
+    def __init__(self, home: Path, region: int, micro_batch_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._home, self._micro_batch_s, self._path = home, micro_batch_s, home / f"samples-{region}.txt"
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        take_time(self._home, self._micro_batch_s)
+        [callback] = [each for each in self.callback_handler.callbacks if isinstance(each, CoCoDCCallback)]
+        assert callback.outer is not None
+        write_samples(self._path, callback.outer, inputs["number"])
+        inputs = {name: value for name, value in inputs.items() if name != "number"}
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class ShardedDealt(Dealt, ShardedTrainer):
+    """The same over FSDP2."""
+
+
+def write_samples(path: Path, outer: OuterOptimizer, numbers: torch.Tensor) -> None:
+    """Add a line for a micro-batch: the inner step, the first sample of this region in it in the order of all that is dealt (-1
+    if nothing is dealt to it yet), how many samples the region has in it, and all regions, and the micro-batch's samples.
+    """
+    part, step = outer.synchronizer.portion, outer.inner_step + 1
+    line = [step, part.begins(step), part.samples, part.stride, *numbers.tolist()]
+    with path.open("a") as file:
+        file.write(" ".join(map(str, line)) + "\n")
+
+
+class Numbered(Tokens):
+    """Samples know their numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "number": torch.tensor(index)}
+
+
+MICRO_BATCH_S = 0.04
+"""Seconds of a micro-batch at a speed of 1."""
+
+
+def dealt_loop(
+    folder: str,
+    steps: int,
+    samples: int,
+    speeds: Sequence[float],
+    least: int,
+    is_sharded: bool = False,
+    balance: str = "auto",
+) -> None:
+    """A plain loop, to which samples are dealt, in the order of the data."""
+    region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
+    home = Path(folder)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    if is_sharded:
+        shard(accelerator)
+    set_seed(7 * region + 1)
+    model = llama(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Numbered(samples), batch_size=1))
+    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, balance=balance, shards="dealt")
+    journal = home / f"region-{region}.jsonl"
+    with OuterOptimizer(
+        accelerator, model, optimizer, METHODS["diloco"], config, max_steps=steps, journal=journal
+    ) as outer:
+        for inputs in outer.batches(loader):
+            if not rank:
+                (home / f"step-{region}").write_text(str(outer.inner_step))
+            take_time(home, MICRO_BATCH_S / speeds[region])
+            write_samples(home / f"samples-{region}.txt", outer, inputs.pop("number"))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+    weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])
+    torch.save({"weights": weights}, home / f"{_name(region, rank)}.pt")
+
+
+def dealt(
+    folder: str,
+    steps: int,
+    samples: int,
+    speeds: Sequence[float],
+    least: int,
+    is_sharded: bool = False,
+    balance: str = "auto",
+) -> None:
+    """Trainer, whose samples are dealt to regions of different speed, in the order of the data."""
+    region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
+    home = Path(folder)
+    args = TrainingArguments(
+        output_dir=str(home / "out"),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        save_strategy="no",
+        logging_steps=5,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, balance=balance, shards="dealt")
+    callback, slow = CoCoDCCallback(METHODS["diloco"], config), Slow(home, region, 0.0)
+    journal = home / f"region-{region}.jsonl"
+    if not rank:
+        journal.unlink(missing_ok=True)
+        journal.symlink_to(home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl")
+    made = (ShardedDealt if is_sharded else Dealt)(
+        home,
+        region,
+        MICRO_BATCH_S / speeds[region],
+        model=llama(layers=2),
+        args=args,
+        train_dataset=Numbered(samples),
+        callbacks=[callback, slow],
+    )
+    made.train()
+    weights = torch.cat([whole(param).detach().reshape(-1) for param in made.model.parameters()])
+    torch.save({"weights": weights}, home / f"{_name(region, rank)}.pt")
 
 
 def take_time(home: Path, step_s: float) -> None:

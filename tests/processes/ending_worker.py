@@ -86,6 +86,7 @@ def live(
     on_rank: int = 0,
     step_s: float = 0.0,
     policy: str = "auto",
+    least: int | None = None,
     timeout_s: float = 60.0,
     may_differ: str | None = None,
     resume: bool = False,
@@ -106,7 +107,7 @@ def live(
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     rank = int(os.environ.get("RANK", "0"))
     happens = ACTIONS[action] if action and rank == on_rank else None
-    regions = RegionConfig(when_one_ends=policy, timeout_s=timeout_s, may_differ=may_differ)
+    regions = RegionConfig(when_one_ends=policy, min=least, timeout_s=timeout_s, may_differ=may_differ)
     callback = CoCoDCCallback(OuterConfig(**outer) if outer else CONFIG, regions)
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
     common |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}

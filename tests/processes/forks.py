@@ -29,9 +29,10 @@ _context = multiprocessing.get_context("forkserver")
 def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> Process:
     """Start body(*args), which can be pickled, in a process of its own whose output goes to `log`."""
     _context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, environment(HF_HUB_DISABLE_PROGRESS_BARS="1")):
-        forkserver.ensure_running()
-    process = _context.Process(target=_live, args=(body, args, str(log), env), daemon=True)
+    ours = environment(HF_HUB_DISABLE_PROGRESS_BARS="1")
+    with mock.patch.dict(os.environ, ours):
+        forkserver.ensure_running()  # a data loader of another test may have started it, with other variables
+    process = _context.Process(target=_live, args=(body, args, str(log), ours | env), daemon=True)
     process.start()
     return process
 
@@ -61,11 +62,10 @@ def torch_master() -> TCPStore:
 
 def region_env(store: Any, region: int, num_regions: int = 2) -> dict[str, str]:
     """What tells a process its region."""
-    address = f"127.0.0.1:{store.port}"
     return {
         "HF_COCODC_REGION": str(region),
         "HF_COCODC_REGIONS": str(num_regions),
-        "HF_COCODC_COORDINATOR": address,
+        "HF_COCODC_COORDINATOR": store.address,
     }
 
 
@@ -89,6 +89,7 @@ def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str])
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
     gc.freeze()  # see conftest

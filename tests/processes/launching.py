@@ -63,14 +63,13 @@ def run_regions(
     num_processes: int,
     arguments: Sequence[str],
     folder: Path,
-    worker: str = WORKER,
 ) -> dict[str, dict]:
-    """Run the worker as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
+    """Run worker.py as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
     coordinator = serve_in_thread("127.0.0.1")
     run_all(
         [
             (
-                [*accelerate(num_processes), worker, *arguments],
+                [*accelerate(num_processes), WORKER, *arguments],
                 environment(
                     HF_COCODC_REGION=str(region),
                     HF_COCODC_REGIONS=str(num_regions),

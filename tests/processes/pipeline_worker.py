@@ -1,12 +1,12 @@
-"""A region's script for the pipeline tests: its ranks are the stages of the toy Llama, and what came out of each scenario.
+"""A region of the pipeline tests: its ranks are the stages of the toy Llama, and what came out of each scenario.
 
-Arguments: an output folder. The stages and their inner step are those of recipes/pipeline/train_stages.py.
+The stages and their inner step are those of recipes/pipeline/train_stages.py.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,12 @@ COCODC_FIXED = {
     "sends_per_interval": 2,
     "overlap_steps": 3,
 }
-REGION = int(os.environ.get("HF_COCODC_REGION", "0"))
+
+
+@functools.cache
+def own_region() -> int:
+    """The region of this process: it stays so where a scenario is one of a lone region."""
+    return int(os.environ["HF_COCODC_REGION"])
 
 
 def rows_of(region: int, step: int) -> Tensor:
@@ -52,7 +57,7 @@ class Run:
         self.accelerator = Accelerator()
         rank, num_stages = self.accelerator.process_index, self.accelerator.num_processes
         config_of_llama = llama().config
-        torch.manual_seed(REGION)  # different seeds: region 0's parameters have to reach the others
+        torch.manual_seed(own_region())  # different seeds: region 0's parameters have to reach the others
         self.stage = Stage(config_of_llama, rank, num_stages)
         self.schedule = pipeline(self.accelerator, self.stage, MICROBATCHES)
         self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=1e-3)
@@ -71,7 +76,7 @@ class Run:
 
     def train(self, until: int = STEPS) -> Run:
         while self.outer.inner_step < until:
-            rows = rows_of(REGION, self.outer.inner_step + 1)
+            rows = rows_of(own_region(), self.outer.inner_step + 1)
             self.losses.append(gradients(self.schedule, self.stage, rows, self.max_norm))
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -94,7 +99,7 @@ def clipped(folder: Path) -> dict[str, Any]:
     """DiLoCo with gradients clipped by the norm over all stages, and the global model saved."""
     run = Run(DILOCO, max_norm=MAX_NORM).train()
     found = run.finish()
-    save_model(run.accelerator, run.stage, folder / f"model{REGION}")
+    save_model(run.accelerator, run.stage, folder / f"model{own_region()}")
     return found
 
 
@@ -106,7 +111,7 @@ def different_schedules(folder: Path) -> dict[str, Any]:
 def resumed(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A run that goes on from a checkpoint in the middle of a round, transfers in flight, and the one that wrote it."""
     first = Run(config).train(until=8)
-    checkpoint = folder / f"{config['method']}{REGION}"
+    checkpoint = folder / f"{config['method']}{own_region()}"
     first.accelerator.save_state(str(checkpoint))
     saved_in_flight = sum(len(state.in_flight) for state in first.outer.synchronizer.fragments)
     found = first.train().finish()
@@ -119,7 +124,7 @@ def resumed(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 def alone(folder: Path) -> dict[str, Any]:
     """A run of one region only, at the place of each."""
     with mock.patch.dict(os.environ, HF_COCODC_REGION="0", HF_COCODC_REGIONS="1"):
-        return resumed(folder / f"alone{REGION}", STREAMING)
+        return resumed(folder / f"alone{own_region()}", STREAMING)
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -135,13 +140,7 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
+def main(folder: Path) -> None:
     found = {name: scenario(folder) for name, scenario in SCENARIOS.items()}
-    torch.save(found, folder / f"region{REGION}-rank{os.environ['RANK']}.pt")
+    torch.save(found, folder / f"region{own_region()}-rank{os.environ['RANK']}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

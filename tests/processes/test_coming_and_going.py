@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.report.runs import read_run
 from tests.coordinator.regions import ask
-from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
-from tests.processes.coordinators import CoordinatorProcess
+from tests.processes.coming_worker import HURRY, dealt, dealt_loop, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, rank_env, region_env, torch_master, wait_until
 from tests.processes.pausing_worker import pausing
@@ -49,7 +49,7 @@ class Run:
         body: Callable[..., None],
         *arguments: Any,
         secrets: Sequence[Keys] = (),
-        coordinator: CoordinatorProcess | None = None,
+        coordinator: Any = None,
         ranks: int = 1,
         **more: Any,
     ) -> None:
@@ -164,8 +164,19 @@ def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [loop, trainer, partial(loop)], ids=["loop", "trainer", "encrypted"])
-def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "method"),
+    [
+        (loop, "streaming"),
+        (trainer, "streaming"),
+        (partial(loop), "streaming"),
+        (loop, "a fragment every step"),
+    ],
+    ids=["loop", "trainer", "encrypted", "a fragment every step"],
+)
+def test_a_region_that_is_started_again_comes_back(
+    body: Callable[..., None], method: str, tmp_path: Path
+) -> None:
     """With the same command, while the others train; all end with equal weights and learning rates."""
     secrets = []
     if isinstance(body, partial):
@@ -173,7 +184,7 @@ def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tm
         (tmp_path / "secret").write_text(secret())
         (tmp_path / "secret").chmod(0o600)
         body = partial(body, secret_file=str(tmp_path / "secret"))
-    run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1, secrets=secrets)
+    run = Run(tmp_path, 3, body, 250, 0.1, method, 1, secrets=secrets)
     run.wait_for_step(2, 9)
     run.kill(2)
     run.wait_for_step(0, 14)
@@ -529,3 +540,104 @@ def test_a_fixed_run_of_sharded_regions_ends_with_one_of_them(tmp_path: Path) ->
         process.join(TIMEOUT_S)
         assert process.exitcode == 1
     assert run.log(0).read_text().count("RegionLostError: region 1 is lost: ") == 2
+
+
+def lose_and_bring_back(run: Run, *regions: int) -> None:
+    """Kill regions at once, let the others train without them for some rounds, and start them again, one after the other."""
+    others = [each for each in run.processes if each not in regions]
+    for region in regions:
+        run.wait_for_step(region, step_of(run.folder, region) + 2)
+        run.kill(region)
+    run.wait_until_members(others, others[0])
+    run.wait_for_step(others[0], step_of(run.folder, others[0]) + 9)
+    for region in regions:
+        before = len(events(run.folder, region, "join"))
+        run.start(region)
+        run.wait_for_join(region, before + 1)
+        run.wait_for_step(others[0], step_of(run.folder, others[0]) + 9)
+
+
+CHURNED = [(dealt_loop, 1, False), (dealt, 1, False), (dealt_loop, 2, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "ranks", "is_sharded"), CHURNED, ids=["loop", "trainer", "loop-fsdp2"])
+def test_every_row_is_read_once_whatever_regions_come_and_go(
+    body: Callable[..., None], ranks: int, is_sharded: bool, tmp_path: Path
+) -> None:
+    """Regions of different speed share a global batch, and 150 rows, pass after pass. They are killed, two of three at once, and
+    come back. Counted is what they have really trained, micro-batch by micro-batch.
+
+    No row that is dealt is trained twice in a pass. In each round all that is dealt lands, but for the share of a region that is
+    lost in it: between its last send that landed and the first landing without it. What a region trains before its first landing
+    it draws itself, and others train it, too.
+    """
+    interval, rows = 4, 150
+    regions, losses = (2, [(1,), (0,)]) if is_sharded else (3, [(2,), (0, 1)])
+    run = Run(tmp_path, regions, body, 1000, rows, (3.0, 1.0, 2.0), 1, ranks=ranks, is_sharded=is_sharded)
+    for lost in losses:
+        lose_and_bring_back(run, *lost)
+    for region in range(regions):
+        run.kill(region)
+    landings = {
+        event["step"]: set(event["members"])
+        for region in range(regions)
+        for event in events(tmp_path, region, "land")
+    }
+    batch = 4 * ranks * regions
+    trained, landed, shares, drawn = list[int](), Counter[int](), dict[tuple[int, int], int](), Counter[int]()
+    for region in range(regions):
+        for line in (tmp_path / f"samples-{region}.txt").read_text().splitlines():
+            step, first, own, stride, index = map(int, line.split())
+            end = -(-step // interval) * interval
+            if first < 0:
+                drawn[region, end] += 1
+                continue
+            assert stride == batch
+            number = first + (index - first) % rows
+            trained.append(number)
+            if region in landings.get(end, ()):
+                landed[number] += 1
+                shares[region, end] = own
+    assert len(trained) == len(set(trained))
+    assert set(landed.values()) == {1}
+    num_lost, last = 0, max(landings)
+    missing = set(range(last * batch)) - set(landed)
+    for end, members in landings.items():
+        lost = landings.get(end - interval, set(range(regions))) - members
+        num_lost += len(lost)
+        share = sum(own for (_, each), own in shares.items() if each == end)
+        unread = sum((end - interval) * batch <= number < end * batch for number in missing)
+        assert unread == interval * (batch - share)
+        assert bool(lost) == bool(unread), (end, members)
+    assert num_lost >= sum(map(len, losses))
+    assert {end for _, end in drawn} <= {*landings, last + interval}
+    passes = last * batch // rows
+    assert passes >= 3
+    for number in range(passes):
+        read = {each % rows for each in landed if each // rows == number}
+        assert len(read) == rows - sum(each // rows == number for each in missing)
+    deals = [event["samples"] for region in range(regions) for event in events(tmp_path, region, "deal")]
+    assert all(sum(each.values()) == batch for each in deals)
+    assert len({tuple(each) for each in deals}) > len(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("body", [dealt_loop, dealt])
+def test_ranks_of_a_region_share_what_it_is_dealt(
+    body: Callable[..., None], is_sharded: bool, tmp_path: Path
+) -> None:
+    """Two regions of two ranks, one much faster: every sample is trained once."""
+    run = Run(tmp_path, 2, body, 16, 4000, (8.0, 0.25), 1, ranks=2, is_sharded=is_sharded)
+    for region in range(2):
+        for process in run._ranks[region]:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0, run.log(region).read_text()[-6000:]
+    check_shards(run, [torch.load(tmp_path / "region-0.pt")])
+    deals = [event["samples"] for event in events(tmp_path, 0, "deal")]
+    assert deals, "speeds are far enough apart on any machine"
+    assert all(sum(each.values()) == 16 for each in deals)
+    lines = [path.read_text().splitlines() for path in tmp_path.glob("samples-*.txt")]
+    trained = sorted(int(number) for each in lines for line in each for number in line.split()[4:])
+    assert trained == list(range(16 * 16))

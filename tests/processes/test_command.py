@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from transformers import Trainer, TrainingArguments
 
+from hf_cocodc import CoCoDCCallback
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot.folders import checkpoints
 from hf_cocodc.snapshot.manifest import damage
-from tests.processes.launching import environment
+from tests.processes.forks import fork
 from tests.processes.test_failures import TIMEOUT_S, start, training_processes, wait_for_step
-
-SCRIPT = """
-import sys
-from transformers import Trainer, TrainingArguments
-from hf_cocodc import CoCoDCCallback
 from tests.processes.worker import Tokens
 from tests.toys import llama
-args = TrainingArguments(output_dir=sys.argv[1], max_steps=2, report_to="none", use_cpu=True, save_strategy="no")
-Trainer(model=llama(), args=args, train_dataset=Tokens(8), callbacks=[CoCoDCCallback()]).train()
-"""
+
+
+def train(output: str) -> None:
+    """What a script does in a folder of its choice."""
+    args = TrainingArguments(
+        output_dir=output, max_steps=2, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    Trainer(model=llama(), args=args, train_dataset=Tokens(8), callbacks=[CoCoDCCallback()]).train()
 
 
 @pytest.fixture
@@ -80,21 +80,16 @@ def test_a_script_is_refused_where_a_region_trains(tmp_path: Path, temporary: Pa
     [trainer] = training_processes(run.pid).values()
     run.kill()
     run.communicate()
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    log = tmp_path / "script.txt"
+    other = fork(train, str(tmp_path), log=log)
     try:
-        other = subprocess.run(
-            [sys.executable, str(script), str(tmp_path)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert f"InputError: {tmp_path}/region-0 is in use by process {trainer.pid} on" in other.stderr
+        other.join(TIMEOUT_S)
+        assert f"InputError: {tmp_path}/region-0 is in use by process {trainer.pid} on" in log.read_text()
         time.sleep(3)
         assert trainer.is_running()
         assert trainer.status() != psutil.STATUS_ZOMBIE
         assert not list(temporary.glob("hf-cocodc-*"))
     finally:
-        trainer.terminate()
+        other.kill()
+        trainer.kill()
         psutil.wait_procs([trainer], timeout=TIMEOUT_S)

@@ -23,6 +23,7 @@ from tests.processes.launching import ROOT
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 TIMEOUT_S = 60.0
+COMMAND = [sys.executable, "-m", "hf_cocodc"]
 SERVER = """
 import hashlib, socket, sys, time
 listening = socket.create_server((sys.argv[1], 5001))
@@ -132,6 +133,40 @@ def test_losses_are_made_good_by_tcp() -> None:
         counters = wan.counters()[1, 0]
     assert counters.packets > 10_000_000 / 1460
     assert counters.lost / counters.packets == pytest.approx(0.01, rel=0.5)
+
+
+@pytest.mark.slow
+def test_a_region_that_sends_too_fast_names_the_rate_limit(tmp_path: Path) -> None:
+    """Without a limit, the buffer before a slow link overflows. With one as the warning says, nothing is lost."""
+    secret = tmp_path / "secret"
+    subprocess.run([*COMMAND, "secret", "new", str(secret)], check=True, cwd=ROOT, capture_output=True)
+
+    def measured(*options: str) -> tuple[str, float]:
+        with Wan(2, rtt_s=0.1, rate=50e6) as wan:
+            where = ["--host", wan.address(0), "--port", "5001"]
+            with wan.popen(
+                0, [*COMMAND, "coordinator", *where, "--secret-file", str(secret)], cwd=ROOT
+            ) as coordinator:
+                meeting = ["--coordinator", f"{wan.address(0)}:5001", "--secret-file", str(secret)]
+                what = ["--megabytes", "12", "--repeat", "4", *options]
+                ends = [
+                    wan.popen(
+                        region,
+                        [*COMMAND, "bench", "link", *meeting, "--region", str(region), *what],
+                        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT},
+                    )
+                    for region in range(2)
+                ]
+                said = [end.communicate(timeout=2 * TIMEOUT_S)[0] for end in ends]
+                coordinator.kill()
+            assert [end.returncode for end in ends] == [0, 0], said
+            counted = wan.counters()[0, 1]
+        return said[0], counted.dropped / counted.packets
+
+    said, without = measured()
+    assert without > 0.03 and "Set regions.rate_limit to nine tenths of the link's rate" in said
+    said, within = measured("--rate-limit", "45")
+    assert within < without / 3 and "lost on the way" not in said
 
 
 def test_nothing_is_left_of_a_wan() -> None:

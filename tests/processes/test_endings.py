@@ -7,7 +7,9 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env
 from tests.processes.launching import environment
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
+FAR_APART = {"method": "diloco", "sync_interval": STEPS}
 _kept_stores: list[TCPStore] = []
 
 
@@ -31,6 +34,7 @@ def start(
     coordinator: Any,
     *own: dict[str, Any],
     ranks: int | list[int] = 1,
+    env: Mapping[str, str] = MappingProxyType({}),
     **common: Any,
 ) -> list[Process]:
     """Two regions; what is said of each in turn, then of both."""
@@ -46,6 +50,7 @@ def start(
             log=folder / "log.txt",
             **region_env(coordinator, region),
             **rank_env(masters[region], rank, sizes[region]),
+            **env,
         )
         for region, body in enumerate(bodies)
         for rank in range(sizes[region])
@@ -109,7 +114,6 @@ def test_early_stopping_in_one_region_stops_nobody(tmp_path: Path) -> None:
 
 
 ALWAYS_IN_FLIGHT = {"overlap_steps": 3, "sends_per_interval": 4, "sync_interval": 4, "num_fragments": 2}
-FAR_APART = {"method": "diloco", "sync_interval": STEPS}
 
 
 @pytest.mark.parametrize(
@@ -148,12 +152,54 @@ def test_a_killed_region_is_named(tmp_path: Path) -> None:
     assert "region 1 closed its connection while region 0 waited for fragment" in ours["error"]
 
 
-def test_sigterm_to_one_region(tmp_path: Path) -> None:
+BY_DEFAULT = {"HF_COCODC_ON_LOSS": "auto"}
+
+
+def test_a_killed_region_costs_the_other_nothing_by_default(tmp_path: Path) -> None:
+    """As our commands start regions: the other makes all its steps, and says before and at the loss what happens."""
+    coordinator = serve_in_thread("127.0.0.1")
+    processes = start(tmp_path, coordinator, {}, {"action": "die"}, env=BY_DEFAULT)
+    [ours] = outcomes(tmp_path, processes[:1])
+    processes[1].join(TIMEOUT_S)
+    assert processes[1].exitcode == -signal.SIGKILL
+    assert (ours["error"], ours["step"], ours["finished"]) == ("", STEPS, True)
+    said = (tmp_path / "log.txt").read_text()
+    assert "if a region is lost, the others train on without it until it is back: at least 1 of 2" in said
+    assert "from here on only region 0 (region 1 is lost: " in said
+    assert (
+        "The global batch is 2 samples an inner step (before: 4); the learning rates stay as they are."
+        in said
+    )
+
+
+def test_a_run_that_saves_every_epoch_ends_with_a_loss_by_default(tmp_path: Path) -> None:
+    """It is not refused because of what nobody has asked for."""
+    coordinator = serve_in_thread("127.0.0.1")
+    settings = {"env": BY_DEFAULT, "save_strategy": "epoch", "may_differ": None}
+    processes = start(tmp_path, coordinator, {}, {"action": "die"}, **settings)
+    [ours] = outcomes(tmp_path, processes[:1])
+    processes[1].join(TIMEOUT_S)
+    assert ours["error"].startswith("RegionLostError: region 1 is lost: ")
+    assert complete(tmp_path, 0)[-1] == ours["step"] < STEPS
+    said = (tmp_path / "log.txt").read_text()
+    assert (
+        "if a region is lost, the others stop at one step, with a checkpoint (regions.on_loss=stop)" in said
+    )
+    assert "training.save_strategy=epoch, and a region that comes back in the middle of an epoch" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [({}, {}), ({}, {"least": 1}), ({"least": 1, "outer": FAR_APART}, {})],
+    ids=["fixed", "fixed, resumed as elastic", "elastic, far from a transfer"],
+)
+def test_sigterm_to_one_region(settings: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     """Both save the same step, and go on from it to the bits of a run that nobody stopped."""
     stores = [serve_in_thread("127.0.0.1") for _ in range(2)]
     journal = tmp_path / "again" / "region-1" / "cocodc" / "journal.jsonl"
-    whole = start(tmp_path / "whole", stores[0])
-    again = start(tmp_path / "again", stores[1], step_s=0.05)
+    steady = {**settings, "logging_strategy": "steps", "logging_steps": 1}
+    whole = start(tmp_path / "whole", stores[0], **steady)
+    again = start(tmp_path / "again", stores[1], **steady, step_s=0.05)
     wait_until(
         functools.partial(has_come_to, 8, journal),
         again[1],
@@ -165,7 +211,7 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
     for region, found in enumerate((ours, theirs)):
         assert "region 1 was interrupted (SIGTERM)" in found["error"]
         assert complete(tmp_path / "again", region) == [ours["step"]]
-    resumed = run(tmp_path / "again", resume=True)
+    resumed = run(tmp_path / "again", **{**steady, **then}, resume=True)
     expected = outcomes(tmp_path / "whole", whole)
     for found, reference in zip(resumed, expected, strict=True):
         assert found["step"] == reference["step"] == STEPS
@@ -173,11 +219,12 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [None, 1])
+def test_sigterm_to_a_rank_that_is_not_the_leader(least: int | None, tmp_path: Path) -> None:
     """Long before the next transfer all ranks of both regions stop at one step; they go on from there to the same bits."""
     stores = [serve_in_thread("127.0.0.1") for _ in range(2)]
     journal = tmp_path / "again" / "region-1" / "cocodc" / "journal.jsonl"
-    steady = {"ranks": 2, "outer": FAR_APART, "logging_strategy": "steps", "logging_steps": 1}
+    steady = {"ranks": 2, "outer": FAR_APART, "least": least, "logging_strategy": "steps", "logging_steps": 1}
     whole = start(tmp_path / "whole", stores[0], **steady)
     again = start(tmp_path / "again", stores[1], **steady, step_s=0.1)
     wait_until(functools.partial(has_come_to, 5, journal), again[3], tmp_path / "again" / "log.txt")
@@ -211,11 +258,33 @@ def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_after_the_coordinator_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("is_away", [False, True])
+def test_sigterm_to_one_rank_of_the_last_region(ranks: int, is_away: bool, tmp_path: Path) -> None:
+    """Region 1 is lost, and the coordinator may be, too: all ranks of region 0 stop at one step."""
+    rules = {"least": 1, "step_s": 0.1, "may_differ": "batch"}
+    coordinator = serve_in_thread()
+    journal = tmp_path / "region-0" / "cocodc" / "journal.jsonl"
+    processes = start(tmp_path, coordinator, {}, {"action": "die"}, ranks=[ranks, 1], **rules)
+    wait_until(functools.partial(has_come_to, 9, journal), processes[0], tmp_path / "log.txt")
+    if is_away:
+        coordinator.close()
+    processes[ranks - 1].terminate()
+    found = outcomes(tmp_path, processes[:ranks], ranks=[ranks, 1])
+    [step] = {each["step"] for each in found}
+    assert 9 <= step < STEPS
+    assert all(each["error"].startswith("RunStopped") for each in found)
+    assert complete(tmp_path, 0) == [step]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [None, 1])
+def test_sigterm_after_the_coordinator_has_ended(least: int | None, tmp_path: Path) -> None:
     """The request travels with a transfer then: both regions save the same step. An evaluation due there is left out."""
     coordinator = serve_in_thread()
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    processes = start(tmp_path, coordinator, step_s=0.1, eval_strategy="steps", eval_steps=1)
+    steady = {"eval_strategy": "steps", "eval_steps": 1}
+    processes = start(tmp_path, coordinator, least=least, step_s=0.1, **steady)
     wait_until(functools.partial(has_come_to, 6, journal), processes[1], tmp_path / "log.txt")
     coordinator.close()
     processes[1].terminate()
@@ -229,11 +298,12 @@ def test_sigterm_after_the_coordinator_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_while_the_coordinator_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [None, 1])
+def test_sigterm_while_the_coordinator_hangs(least: int | None, tmp_path: Path) -> None:
     """Its process is suspended. The request travels with a transfer, from a rank that is not the leader."""
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
     with CoordinatorProcess(tmp_path) as coordinator:
-        processes = start(tmp_path, coordinator, ranks=2, step_s=0.1)
+        processes = start(tmp_path, coordinator, ranks=2, least=least, step_s=0.1)
         wait_until(functools.partial(has_come_to, 6, journal), processes[3], tmp_path / "log.txt")
         coordinator.freeze()
         processes[3].terminate()

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot.folders import usable
@@ -63,10 +65,83 @@ def training_processes(parent: int) -> dict[int, psutil.Process]:
     return {int(each.name().removeprefix("region-")): each for each in children if "region-" in each.name()}
 
 
+def said_by_now(said: IO[str], words: str) -> str:
+    """What a command has printed, up to the line that has these words."""
+    lines = []
+    for line in said:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"{words!r} was not printed: {''.join(lines)}")
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_killed_region_by_default(tmp_path: Path) -> None:
+    """SIGKILL of region 1: the command says at the start what a loss does, and at the loss what it did; region 0 trains on.
+    Region 1 comes back by the command that it prints; a signal stops both, and they resume and finish with equal models. The
+    summary counts.
+    """
+    run = start(tmp_path)
+    assert run.stdout is not None
+    wait_for_step(run, tmp_path)
+    training_processes(run.pid)[1].kill()
+    said = said_by_now(run.stdout, "To bring it back:")
+    assert "if a region is lost, the others train on without it until it is back: at least 1 of 2" in said
+    assert "region 1 is lost (killed, " in said
+    again = run.stdout.readline().split()
+    assert again[:2] == ["hf-cocodc", "train"]
+    code = "import sys; from hf_cocodc.cli.main import main; sys.exit(main())"
+    back = subprocess.Popen(
+        [sys.executable, "-c", code, *again[1:]],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said += said_by_now(run.stdout, "from here on 2 regions: 0, 1")
+    assert "(region 1 is lost: " in said
+    assert (
+        "The global batch is 4 samples an inner step (before: 8); the learning rates stay as they are."
+        in said
+    )
+    assert "The global batch is 8 samples an inner step (before: 4)" in said
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 130 and "is complete in every region" in errors, errors
+    back.communicate(timeout=TIMEOUT_S)
+    assert back.returncode == 3
+    step = max(usable(tmp_path / "region-0"))
+    assert step in usable(tmp_path / "region-1")
+
+    run = start(tmp_path, "--resume", "--set", f"training.max_steps={step + 20}")
+    said, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert f"resumed from step {step}" in said
+    assert re.search(r"\nlosses +1 of a region, 1 return\n", said), said
+    models = [load_file(tmp_path / f"region-{region}" / "model.safetensors") for region in (0, 1)]
+    assert all(bool((models[0][name] == models[1][name]).all()) for name in models[0])
+
+
+@pytest.mark.slow
+def test_a_run_finishes_without_a_killed_region(tmp_path: Path) -> None:
+    """Exit code 0, and the summary says who was missing."""
+    run = start(tmp_path, "--set", "training.max_steps=1500")
+    wait_for_step(run, tmp_path)
+    training_processes(run.pid)[1].kill()
+    said, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert re.search(r"\nregions +2, 1 from step \d+ \(region 1 lost\)\n", said), said
+    assert re.search(r"\nlosses +1 of a region, no returns\n", said), said
+    assert (tmp_path / "region-0" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
-    """SIGKILL of region 1 ends region 0 with a checkpoint, and a message that names region 1, without a time-out."""
-    run = start(tmp_path)
+    """With on_loss=stop, SIGKILL of region 1 ends region 0 with a checkpoint, and a message that names region 1, without a
+    time-out.
+    """
+    run = start(tmp_path, "--set", "regions.on_loss=stop")
     wait_for_step(run, tmp_path)
     training_processes(run.pid)[1].kill()
     _, errors = run.communicate(timeout=TIMEOUT_S)
@@ -85,7 +160,7 @@ def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
 def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     """A region that is stopped, not dead, costs timeout_s; the message says how long and for what."""
     impatient = "from hf_cocodc.training import launch; launch.GRACE_S = 3"
-    run = start(tmp_path, "--set", "regions.timeout_s=4", first=impatient)
+    run = start(tmp_path, "--set", "regions.timeout_s=4", "--set", "regions.on_loss=stop", first=impatient)
     wait_for_step(run, tmp_path)
     frozen = training_processes(run.pid)[1]
     frozen.send_signal(signal.SIGSTOP)

@@ -23,7 +23,8 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.connect import connect
 from tests.processes import pipeline_worker
-from tests.processes.launching import ROOT, run_recipe, run_regions
+from tests.processes.forks import fork_regions
+from tests.processes.launching import ROOT, run_recipe
 from tests.processes.pipeline_worker import DILOCO, EAGER, MAX_NORM, MICROBATCHES, STEPS, rows_of
 from tests.toys import llama
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What 2 regions x 2 stages came to in every scenario of the worker, by region and rank."""
-    return run_regions(REGIONS, STAGES, [str(folder)], folder, pipeline_worker.__file__)
+    return fork_regions(pipeline_worker.main, STAGES, [folder], folder)
 
 
 def unpipelined(config: dict[str, Any], max_norm: float) -> list[dict[str, Any]]:

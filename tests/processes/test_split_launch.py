@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_cocodc.errors import InputError
 from hf_cocodc.run.split_world import split_as_asked
-from hf_cocodc.settings import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_SPLIT
+from hf_cocodc.settings.environment import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_SPLIT
+from hf_cocodc.status import ENV_LOG, ENV_STATUS, heard, tell
 from tests.listening import free_port
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 from tests.processes.launching import ROOT, WORKER, accelerate, accelerate_on, environment, outcomes, run_all
@@ -68,6 +70,50 @@ def test_each_region_is_a_world_and_the_launch_has_a_name(
         assert len({(each[ENV_LAUNCH], each[ENV_COORDINATOR]) for each in found}) == 1
         assert found[0][ENV_COORDINATOR].startswith("127.0.0.1:" if local == 4 else "127.0.0.2:")
     assert told[0][0][ENV_LAUNCH] != told[1][0][ENV_LAUNCH]
+
+
+def refused() -> None:
+    """The body of a rank of the second machine, which is told something else than the first."""
+    with pytest.raises(
+        InputError, match="'4' makes 4 .* of this launch, and where rank 0 is they are 2. Say the same"
+    ):
+        split_as_asked()
+
+
+def test_machines_that_divide_one_launch_differently_are_refused(tmp_path: Path) -> None:
+    """They once waited for regions that nobody was in."""
+    master, log = torch_master(), tmp_path / "log.txt"
+    ranks = []
+    for rank in range(4):
+        env = rank_env(master, rank, 4) | {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+        body, wish = (refused, "4") if rank >= 2 else (split_as_asked, "2")
+        ranks.append(fork(body, log=log, **env, **{ENV_SPLIT: wish}))
+    for each in ranks:
+        each.join(TIMEOUT_S)
+        assert each.exitcode == 0, log.read_text()[-4000:]
+
+
+def speak_in_region() -> None:
+    """The body of a rank that a command listens to."""
+    split_as_asked()
+    os.write(1, os.environ[ENV_COORDINATOR].encode())
+    tell("here")
+
+
+def test_a_command_has_a_log_and_a_status_of_each_region_and_serves_their_coordinator(tmp_path: Path) -> None:
+    """It names the file and the log of its first region; the other one takes its own, beside them, from the split on."""
+    for region in (0, 1):
+        (tmp_path / f"region-{region}").mkdir()
+    env = {ENV_SPLIT: "2", ENV_STATUS: str(tmp_path / "region-0.json"), ENV_COORDINATOR: "127.0.0.1:4711"}
+    env[ENV_LOG] = str(tmp_path / "region-0" / "log.txt")
+    master, log = torch_master(), tmp_path / "log.txt"
+    ranks = [fork(speak_in_region, log=log, **rank_env(master, rank, 4), **env) for rank in range(4)]
+    for each in ranks:
+        each.join(TIMEOUT_S)
+        assert each.exitcode == 0, log.read_text()[-4000:]
+    for region in (0, 1):
+        assert (tmp_path / f"region-{region}" / "log.txt").read_text() == 2 * "127.0.0.1:4711"
+        assert heard(tmp_path / f"region-{region}.json")["doing"] == "here"
 
 
 @pytest.mark.slow

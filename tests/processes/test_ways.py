@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from hf_cocodc.cli.status import lines
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.net.keys import Keys
-from tests.coordinator.test_server import process
-from tests.listening import free_port
+from tests.net.storages import folder_url
 from tests.processes.coming_worker import events, loop
 from tests.processes.test_coming_and_going import Run
+from tests.processes.test_storage import InStorage
 from tests.secret import secret
 
 STEPS = 200
@@ -50,34 +48,23 @@ def behind_routers(*arguments: Any, **regions: Any) -> None:
 
 
 @pytest.mark.slow
-def test_regions_that_nobody_can_call_train_and_join_through_the_relay(
-    tmp_path: Path,
-) -> None:
-    """Status and journal say so. The relay is killed in between: it costs nobody. It ends with its coordinator."""
-    file = tmp_path / "secret"
+def test_regions_that_nobody_can_call_train_and_join_through_a_storage(tmp_path: Path) -> None:
+    """Status and journal say so."""
+    file, url = tmp_path / "secret", folder_url(tmp_path / "storage")
     file.write_text(secret())
     file.chmod(0o600)
-    with process("--relay", str(free_port()), "--secret-file", str(file)) as (started, address):
-        port = int(address.rpartition(":")[2])
-        coordinator: Any = SimpleNamespace(address=address, port=port)
-        body = partial(behind_routers, secret_file=str(file))
-        run = Run(tmp_path, 2, body, STEPS, 0.2, "streaming", 1, coordinator=coordinator)
-        run.wait_for_step(0, 3)
-        [state] = status(address, Keys.from_secret(secret()))
-        assert state["ways"] == {"0-1": "relayed"}
-        assert "ways        0-1 relayed" in lines(state)
-        [child] = psutil.Process(started.pid).children()
-        child.kill()
-        run.start(2, join=True)
-        run.wait_for_join(2)
-        found = run.results(0, 1, 2)
-        for other in found[1:]:
-            assert torch.equal(found[0]["weights"], other["weights"])
-        for region in range(3):
-            told = [each["ways"] for each in events(tmp_path, region, "ways")]
-            assert told[-1] == {str(other): "relayed" for other in range(3) if other != region}
-        assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0, 1, 2]]
-        [child] = psutil.Process(started.pid).children()
-        started.kill()
-        psutil.wait_procs([child], 10.0)
-        assert not child.is_running()
+    body = partial(behind_routers, secret_file=str(file))
+    run = Run(tmp_path, 2, body, STEPS, 0.2, "streaming", 1, coordinator=InStorage(url))
+    run.wait_for_step(0, 3)
+    [state] = status(url, Keys.from_secret(secret()))
+    assert state["ways"] == {"0-1": "storage"}
+    assert "ways        0-1 storage" in lines(state)
+    run.start(2, join=True)
+    run.wait_for_join(2)
+    found = run.results(0, 1, 2)
+    for other in found[1:]:
+        assert torch.equal(found[0]["weights"], other["weights"])
+    for region in range(3):
+        told = [each["ways"] for each in events(tmp_path, region, "ways")]
+        assert told[-1] == {str(other): "storage" for other in range(3) if other != region}
+    assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0, 1, 2]]

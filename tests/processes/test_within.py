@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.errors import CheckpointError, InputError, LeftBehind, LinkError, RegionLostError
+from hf_cocodc.link.group import main_says, ranks_of_region
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.link.log import Marker
-from hf_cocodc.link.within import main_says, ranks_of_region
 from hf_cocodc.net.members import Member
-from hf_cocodc.run.elastic import News, _news_in
-from hf_cocodc.run.newcomer import _marker_in
+from hf_cocodc.run.elastic import News
 from hf_cocodc.run.resuming import in_all
-from hf_cocodc.snapshot.receive import DonorLost, Received, received_in
+from hf_cocodc.snapshot.receive import DonorLost, Received
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 from tests.processes.worker import Tokens
 from tests.toys import llama
@@ -40,8 +38,8 @@ def ask(folder: Path) -> None:
     except CheckpointError as error:
         heard.append(str(error))
     (folder / f"heard-{rank}").write_text("; ".join(heard))
-    for what, (value, read) in TOLD.items():
-        found = main_says(link, accelerator, lambda value=value: value, what, read)  # type: ignore[misc]
+    for what, (value, kind) in TOLD.items():
+        found = main_says(link, accelerator, lambda value=value: value, what, kind)  # type: ignore[misc]
         assert found == value, what
         assert type(found) is type(value), what
     for error in ERRORS:
@@ -66,11 +64,11 @@ def _raise(error: Exception) -> None:
 
 
 _MARKER = Marker(12, 40, 3, 1, (Member(0, 5), Member(2, 9)), (7,), (9,), True)
-TOLD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "a base": (Received(Path("/a/folder"), 1, 40, 77, {"run": 77}), received_in),
-    "what newcomers want": (News((Member(1, 3),), "the lease ends"), _news_in),
-    "a marker": (_MARKER, _marker_in),
-    "no marker": (None, _marker_in),
+TOLD: dict[str, tuple[Any, Any]] = {
+    "a base": (Received(Path("/a/folder"), 1, 40, 77, {"run": 77}), Received),
+    "what newcomers want": (News((Member(1, 3),), "the lease ends"), News),
+    "a marker": (_MARKER, Marker | None),
+    "no marker": (None, Marker | None),
 }
 KEPT = (DonorLost, LeftBehind)
 ERRORS = (DonorLost("it sends no more"), LeftBehind("gone on"), RegionLostError(1, "lost"), KeyError("x"))

@@ -40,7 +40,7 @@ class Run:
         model = llama(link.region)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        outer = OuterConfig(sync_interval=1, **config)
+        outer = OuterConfig(**{"sync_interval": 1, **config})
         self.outer = OuterOptimizer(
             self.accelerator, self.model, self.optimizer, outer, max_steps=steps, link=link
         )
@@ -179,6 +179,35 @@ def test_the_first_region_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_cocodc"):
         simulate(body, regions=3)
     assert caplog.text.count("the momentum remembers 10 rounds") == 1, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({"method": "eager", "num_fragments": 2, "fragment_pattern": "strided"}, True),
+        ({"method": "eager", "num_fragments": 1, "fragment_pattern": "strided"}, False),
+        ({"method": "eager"}, False),
+        ({"method": "streaming", "num_fragments": 2}, False),
+        ({"method": f"{__name__}:own"}, False),
+    ],
+)
+def test_eager_updates_of_fragments_are_said_once(
+    given: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what their paper measured: overlap costs loss there, and hardly any on the whole model."""
+    config = {"sync_interval": 2, "outer_lr": 0.6, "outer_momentum": 0.0, **given}
+    [said] = warnings_of(OuterConfig(**config), 100) or [""]
+    assert said.startswith("outer.method=eager with outer.num_fragments=2: in its paper (2502.12996") == warns
+    assert ("2.71 against 2.67" in said and "2.69 against 2.68" in said) == warns
+    if given["method"] != "eager":
+        return
+
+    def body(region: int, link: Link) -> None:
+        Run(link, 6, **config)
+
+    with caplog.at_level(logging.WARNING, "hf_cocodc"):
+        simulate(body, regions=2)
+    assert caplog.text.count("2.71 against 2.67") == int(warns), caplog.text
 
 
 def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,9 @@ class Region(OuterOptimizer):
             config=OuterConfig(),
             allowed=(),
             max_steps=8,
+            rule_of_batch=None,
             has_stages=False,
+            is_dealt=False,
         )
         self.training.config, self.training.endings = OuterConfig(), nothing
         engine: Any = SimpleNamespace(inner_step=8, finish=self._end, facts=())

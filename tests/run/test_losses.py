@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError, RegionLostError, RunStopped
 from hf_cocodc.link.records import Word
 from hf_cocodc.run.endings import Endings, loss_in_words
-from hf_cocodc.run.session import keep
 from hf_cocodc.run.training import Training
 from hf_cocodc.trainer.leaving import say_farewell
 from tests.link.memory import Regions
@@ -23,7 +22,7 @@ from tests.toys import llama
 def test_a_region_that_is_lost_before_training_ends_the_start() -> None:
     """Nothing is trained by fewer than were to begin."""
     regions = Regions(3, elastic=False)
-    keep(regions.links[0], cast(Any, SimpleNamespace(link=regions.links[0])))
+    regions.links[0].session = SimpleNamespace(link=regions.links[0], is_other_lane=False)
     regions.links[1].close("its disk is full.")
     accelerator, model = Accelerator(cpu=True), llama(0)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -34,6 +34,7 @@ from hf_cocodc.training.preflight import check, preflight
 from hf_cocodc.training.starter import starter
 from hf_cocodc.training.train import run
 from tests.matrix import arguments
+from tests.processes.forks import TIMEOUT_S, fork
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama, params_of
 
@@ -88,8 +89,15 @@ def test_its_steps_are_those_of_the_two_alone() -> None:
         {"params": norms, "weight_decay": 0.0},
     ]
     theirs = [
-        torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95)),
+        torch.optim.Muon(
+            matrices,
+            lr=1e-3,
+            weight_decay=0.1,
+            momentum=0.9,
+            nesterov=False,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)),
     ]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (ours, *theirs)
@@ -228,7 +236,7 @@ def test_a_recipe_names_it() -> None:
 
 @pytest.mark.parametrize(
     ("given", "momentum", "nesterov"),
-    [(None, 0.95, True), ("momentum=0.9, nesterov=False", 0.9, False), ("nesterov=true", 0.95, True)],
+    [(None, 0.9, False), ("momentum=0.95, nesterov=True", 0.95, True), ("nesterov=true", 0.9, True)],
 )
 def test_a_recipe_sets_its_momentum(given: str | None, momentum: float, nesterov: bool) -> None:
     """In `training.optim_args`, as for Trainer's own optimizers."""
@@ -237,6 +245,20 @@ def test_a_recipe_sets_its_momentum(given: str | None, momentum: float, nesterov
     optimizer = inner_optimizer(recipe, building.arguments(recipe, TrainingArguments), llama(layers=1))
     matrices, *_ = optimizer.param_groups
     assert (matrices["momentum"], matrices["nesterov"]) == (momentum, nesterov)
+
+
+@pytest.mark.parametrize(
+    ("changes", "beta2"),
+    [([], 0.99), (["training.adam_beta2=0.95"], 0.95), (["training.optim=adamw_torch"], 0.999)],
+)
+def test_a_recipe_without_a_second_beta_has_that_of_the_authors(changes: list[str], beta2: float) -> None:
+    """Only with Muon, and in the arguments that regions compare, too; a recipe that has one keeps it."""
+    recipe = Recipe.load("quickstart/diloco", ["training.adam_beta2=null", "training.optim=muon", *changes])
+    args = building.arguments(recipe, TrainingArguments)
+    assert args.adam_beta2 == beta2
+    optimizer = inner_optimizer(recipe, args, llama(layers=1))
+    assert optimizer is None or optimizer.param_groups[-1]["betas"] == (0.9, beta2)
+    assert building.arguments(Recipe.load("quickstart/muloco"), TrainingArguments).adam_beta2 == 0.99
 
 
 @pytest.mark.parametrize("given", ["momentum=1.5", "momentum=often", "nesterov=1", "beta=0.9", "momentum"])
@@ -263,8 +285,16 @@ def test_a_recipe_trains_with_it_and_regions_compare_it(tmp_path: Path) -> None:
         simulate(lambda region, link: run(recipes[region], link), regions=2)
 
 
-def test_shards_are_refused() -> None:
+def test_shards_are_refused(tmp_path: Path) -> None:
     """Muon computes with whole matrices: FSDP2 is refused by name at the first step."""
+    # in a process of its own: one that has had a process group must not be forked again, as DataLoader's workers are
+    log = tmp_path / "log.txt"
+    process = fork(refuse_shards, log=log)
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0, log.read_text()
+
+
+def refuse_shards() -> None:
     with local_world():
         model = llama()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

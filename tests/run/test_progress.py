@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig
+from hf_cocodc.engine.balance import Batch
 from hf_cocodc.run.progress import Progress
 from hf_cocodc.run.training import Training
 from hf_cocodc.status import ENV_STATUS, forget, heard, tell
@@ -49,9 +50,10 @@ def test_progress_is_told_from_the_first_step(tmp_path: Path, monkeypatch: pytes
     assert end["doing"] == "running the rest of the script"
     assert (end["folder"], end["awaits"]) == (str(tmp_path / "run" / "region-0"), None)
     assert 0 <= end["blocked_s"] <= end["trained_s"]
+    assert end["batches_made"] == STEPS
 
 
-def loop(journal: Path | None = None) -> None:
+def loop(journal: Path | None = None, coasts: int = 0) -> None:
     """A script without a Trainer."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,6 +64,8 @@ def loop(journal: Path | None = None) -> None:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             outer.step(loss=1.5)
+        for _ in range(coasts):
+            outer.coast_one()
 
 
 def test_a_plain_loop_that_resumes_from_nothing_says_so(
@@ -106,6 +110,17 @@ def test_a_script_without_a_command_ends_with_a_summary(
     assert (rows["journal"], rows["report"]) == (str(journal), f"hf-cocodc report {tmp_path / 'run'}")
 
 
+def test_a_summary_tells_steps_that_were_only_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop without `max_steps` keeps step with the others until they have heard that it ends."""
+    caplog.set_level("INFO")
+    loop(tmp_path / "run" / "region-0" / "cocodc" / "journal.jsonl", coasts=2)
+    [said] = [message for message in caplog.messages if message.startswith("finished")]
+    first = said.splitlines()[0][22:]
+    assert first == f"{STEPS + 2} inner steps, 2 of them not trained here, to keep step with the others"
+
+
 def test_an_error_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that still tells how far training has come must not hide why it has ended."""
     status = tmp_path / "status.json"
@@ -136,9 +151,11 @@ class Heard:
     """A training of region 1 that only hears events."""
 
     def __init__(self) -> None:
-        self.link = SimpleNamespace(region=1)
+        self.link = SimpleNamespace(region=1, timing="measured")
         self.engine = SimpleNamespace(totals=SimpleNamespace(landings=0))
         self.inner_step, self.settings = 0, {"sync_interval": 100}
+        self.rule_of_batch, self.batch, self.loop = None, Batch(4, 2), SimpleNamespace(started={})
+        self.allowed: list[str] = []
 
 
 @pytest.fixture
@@ -146,13 +163,25 @@ def progress() -> Progress:
     return Progress(cast(Training, Heard()))
 
 
+@pytest.mark.parametrize(
+    ("is_dealt", "data"),
+    [
+        (False, "Until a lost region is back, nobody reads its part of the data."),
+        (True, "nobody reads what was dealt to it since its last send that landed."),
+    ],
+)
 def test_a_change_of_the_members_is_logged_and_told(
+    is_dealt: bool,
+    data: str,
     progress: Progress,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Once, in the words of the command: a script shows what a command shows. A loss has the way back."""
+    """Once, in the words of the command: a script shows what a command shows, and what the batch is from then on. A loss has what
+    nobody reads, and the way back.
+    """
+    progress._training.is_dealt = is_dealt
     monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
     progress.hear("epoch", {"step": 0, "epoch": 0, "losses": 0, "members": [0, 1, 2], "why": ""})
     assert not caplog.messages
@@ -166,11 +195,15 @@ def test_a_change_of_the_members_is_logged_and_told(
         "step 9: from here on only region 1 (region 0 is lost: no)",
         "step 20: from here on 2 regions: 0, 1",
     )
-    assert caplog.messages[0].startswith(f"{lost}. A process that lives comes back by itself.")
-    assert caplog.messages[1] == f"{back} (region 0 has come in)"
+    told, way_back = caplog.messages[0].split(" A process that lives comes back by itself.")
+    rates = "; the learning rates stay as they are."
+    assert told.startswith(f"{lost}. The global batch is 4 samples an inner step (before: 12){rates} ")
+    assert told.endswith(data) and way_back
+    back += f" (region 0 has come in). The global batch is 8 samples an inner step (before: 4){rates}"
+    assert caplog.messages[1] == back
     status = heard(tmp_path / "status.json")
     assert (status["epoch"], status["members"]) == (2, [0, 1])
-    assert [each["line"] for each in status["lines"]] == [lost, f"{back} (region 0 has come in)"]
+    assert [each["line"] for each in status["lines"]] == [told, back]
     assert [(each["once"], each["lost"]) for each in status["lines"]] == [
         ("epoch 1", [0, 2]),
         ("epoch 2", []),
@@ -187,11 +220,18 @@ def test_what_is_noted_is_told_and_a_resume_names_its_checkpoint(
     progress.hear("resume", {"step": 8, "checkpoint": "run/region-1/checkpoint-8"})
     progress.hear("note", {"step": 8, "message": "checkpoint-9 is not used"})
     progress.hear("evaluate", {"step": 8, "weights": "global", "eval_loss": 1.25, "eval_accuracy": None})
-    assert caplog.messages == ["region 1 resumes from run/region-1/checkpoint-8 (step 8)"]
+    deal = {"step": 9, "samples": {"0": 12, "1": 4}, "speeds": {"0": 15.53, "1": 5.0}}
+    progress.hear("deal", {**deal, "why": "speeds are known"})
+    dealt = (
+        "step 9: the global batch of 16 samples is dealt anew (speeds are known): region 0: 12 (15.5 a second), "
+        "region 1: 4 (5 a second)"
+    )
+    assert caplog.messages == ["region 1 resumes from run/region-1/checkpoint-8 (step 8)", dealt]
     assert [each["line"] for each in heard(tmp_path / "status.json")["lines"]] == [
         "resumed from step 8 (run/region-1/checkpoint-8)",
         "checkpoint-9 is not used",
         "step 8: held out, global weights: loss 1.250",
+        dealt,
     ]
 
 

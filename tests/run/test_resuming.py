@@ -48,10 +48,10 @@ STEPS = 14
 
 
 def config(name: str = "streaming") -> OuterConfig:
-    settings = {**SETTINGS[name]}
+    settings = {"method": name, "sync_interval": H, **SETTINGS[name]}
     if "overlap_steps" in settings:
-        settings["overlap_steps"] = 3
-    return OuterConfig(method=name, sync_interval=H, **settings)
+        settings["overlap_steps"] = min(3, settings["sync_interval"] - 1)
+    return OuterConfig(**settings)
 
 
 def make(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +17,8 @@ from accelerate import PartialState
 from hf_cocodc import RegionConfig, region_shard, settings
 from hf_cocodc.errors import InputError, LinkError
 from hf_cocodc.run.split_world import placed, split_as_asked, split_world
-from hf_cocodc.settings import ENV_LAUNCH, ENV_REGION, ENV_REGIONS, ENV_SPLIT
+from hf_cocodc.settings.environment import ENV_LAUNCH, ENV_REGION, ENV_REGIONS, ENV_SPLIT
+from hf_cocodc.status import ENV_STATUS, heard
 
 
 @pytest.fixture
@@ -121,6 +123,14 @@ def test_a_launch_is_split_once(env: dict[str, str]) -> None:
         split_world(2)
 
 
+def test_a_command_hears_why_a_launch_is_not_split(env: dict[str, str], tmp_path: Path) -> None:
+    env |= launched([1, 1, 1])[0] | {ENV_SPLIT: "2", ENV_STATUS: str(tmp_path / "region-0.json")}
+    with pytest.raises(InputError) as caught:
+        split_as_asked()
+    told = heard(tmp_path / "region-0.json")
+    assert (told["error"], told["exit_code"]) == (str(caught.value), 2)
+
+
 def test_a_process_that_takes_no_part_is_missed(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for what rank 0 tells, for as long as torch waits at a store, and says what is missing."""
     store = torch.distributed.HashStore()
@@ -204,7 +214,7 @@ def test_a_single_region_on_several_machines_is_told_of_the_variable(
 ) -> None:
     """One line, by rank 0; none where one region is what the user asked for, or on one machine."""
     for rank in (1, 0):
-        settings.warn_alone.cache_clear()
+        settings.environment.warn_alone.cache_clear()
         with mock.patch.dict(os.environ, launched([1, 1])[rank]):
             RegionConfig(count=1).resolved()
             assert not caplog.records

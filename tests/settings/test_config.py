@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
@@ -21,8 +22,9 @@ from hf_cocodc.newer import known
 from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.resolve import from_config, guard_of
 from hf_cocodc.resolve import settings as method_settings
-from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
+from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.fields import LONGEST_HOST
+from hf_cocodc.settings.outer import OF_EVERY_METHOD
 from hf_cocodc.settings.recipe import DataSection, Recipe
 from hf_cocodc.settings.regions import MOST_ADDRESSES
 
@@ -238,20 +240,18 @@ def test_a_process_group_ignores_no_setting(link: str, name: str) -> None:
 ELASTIC_ONLY = {"min": 2, "max": 3, "wait_s": 5.0, "grace_s": "auto", "join": True}
 
 
-def test_min_implies_that_the_run_goes_on() -> None:
-    """`min` alone makes a run elastic; nothing, or on_loss=stop, does not; the rest follows when the number is known."""
+def test_what_implies_that_the_run_goes_on() -> None:
+    """Any setting of such a run alone makes it elastic; nothing, or on_loss=stop, does not; the rest follows once the number is
+    known.
+    """
     assert not RegionConfig().elastic
     assert not RegionConfig(on_loss="stop").elastic
-    assert RegionConfig(min=2).elastic
-    assert RegionConfig(on_loss="continue").elastic
+    assert RegionConfig(on_loss="continue").elastic and RegionConfig(on_loss="auto").elastic
+    for name, value in ELASTIC_ONLY.items():
+        assert RegionConfig(**{name: value}).elastic
     found = RegionConfig(region=0, count=3, coordinator="h:1", on_loss="continue").resolved({})
-    assert (found.on_loss, found.min, found.max, found.wait_s, found.join) == (
-        "continue",
-        1,
-        3,
-        3600.0,
-        False,
-    )
+    facts = (found.on_loss, found.min, found.max, found.wait_s, found.join)
+    assert facts == ("continue", 2, 3, 3600.0, False)
     found = RegionConfig(region=0, min=2, max=5, wait_s=9, coordinator="h:1").resolved(
         {"HF_COCODC_REGIONS": "4"}
     )
@@ -261,24 +261,57 @@ def test_min_implies_that_the_run_goes_on() -> None:
     assert (fixed.on_loss, fixed.min, fixed.max, fixed.wait_s, fixed.join) == ("stop", None, None, None, None)
 
 
+BY_DEFAULT = {"region": 0, "count": 3, "coordinator": "h:1"}
+
+
+def test_the_environment_says_what_a_loss_does_only_where_nothing_else_does() -> None:
+    """Our commands say "auto"; what a script or a recipe says comes first, and is no contradiction."""
+
+    def found(env: str, **given: Any) -> RegionConfig:
+        return RegionConfig(**BY_DEFAULT, **given).resolved({"HF_COCODC_ON_LOSS": env})
+
+    assert (found("auto").on_loss, found("auto").min, found("auto").max) == ("auto", 2, 3)
+    assert found("auto").elastic and found("continue").on_loss == "continue"
+    assert found("auto", on_loss="stop") == RegionConfig(**BY_DEFAULT, on_loss="stop").resolved({})
+    assert found("auto", min=1) == RegionConfig(**BY_DEFAULT, min=1).resolved({})
+    assert found("stop", max=4).on_loss == "continue"
+    assert found("stop") == RegionConfig(**BY_DEFAULT).resolved({})
+    with pytest.raises(InputError, match="HF_COCODC_ON_LOSS='never' must be one of auto, stop, continue"):
+        found("never")
+
+
+def test_a_run_that_cannot_go_on_is_fixed_only_by_default() -> None:
+    """By default it ends with a loss, like one with on_loss=stop; where it is asked to go on, it is refused with the way out."""
+    auto = RegionConfig(**BY_DEFAULT).resolved({"HF_COCODC_ON_LOSS": "auto"})
+    asked = RegionConfig(**BY_DEFAULT, min=2).resolved({})
+    fixed = RegionConfig(**BY_DEFAULT, on_loss="stop").resolved({})
+    assert auto.settled("") == asked
+    assert dataclasses.replace(auto.settled("It saves every epoch."), join=None) == fixed
+    assert fixed.settled("") == fixed.settled("It saves every epoch.") == fixed
+    assert auto.settled("").compared == asked.compared != fixed.compared
+    with pytest.raises(
+        InputError, match=r"It saves every epoch. Or set regions.on_loss=stop, without regions.min, max"
+    ):
+        asked.settled("It saves every epoch.")
+    alone = RegionConfig(region=0, count=1).resolved({"HF_COCODC_ON_LOSS": "auto"})
+    assert not alone.settled("").elastic
+
+
 @pytest.mark.parametrize("name", ELASTIC_ONLY)
 def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(name: str) -> None:
-    """No setting is accepted and ignored: the message names it, and what to set."""
-    given = {name: ELASTIC_ONLY[name]}
-    assert RegionConfig(**given, on_loss="continue").elastic
-    for where in [{"on_loss": "stop"}] + [{}] * (name != "min"):
-        said = "Nobody can join" if name == "join" else f"regions.{name}=.* has no meaning"
-        with pytest.raises(InputError, match=f"{said} .* regions.on_loss=continue"):
-            RegionConfig(**given, **where)
-    with pytest.raises(InputError, match="HF_COCODC_JOIN=1 .* Nobody can join such a run"):
-        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_JOIN": "1"})
+    """No setting is accepted and ignored: the message names it, and what to remove."""
+    said = "Nobody can join" if name == "join" else f"regions.{name}=.* has no meaning"
+    with pytest.raises(InputError, match=said) as refused:
+        RegionConfig(**{name: ELASTIC_ONLY[name]}, on_loss="stop")
+    assert "regions.on_loss=stop" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"on_loss": "wait"}, "regions.on_loss='wait' must be one of stop, continue"),
+        ({"on_loss": "wait"}, "regions.on_loss='wait' must be one of auto, stop, continue"),
         ({"min": 0}, "regions.min=0 must lie in 1 .. 1024"),
+        ({"min": "most"}, "regions.min='most' must lie in 1 .. 1024, or be auto"),
         ({"min": 3, "count": 2}, "regions.min=3 is larger than regions.count=2"),
         ({"min": 3, "max": 2}, "regions.min=3 is larger than regions.max=2"),
         ({"min": 1, "max": 2, "count": 3}, "regions.max=2 is smaller than regions.count=3"),
@@ -317,6 +350,15 @@ def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> N
         joining.resolved({"HF_COCODC_JOIN": "0"})
     with pytest.raises(InputError, match="HF_COCODC_JOIN='yes' must be 0 or 1"):
         regions.resolved({"HF_COCODC_JOIN": "yes"})
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_the_majority_of_the_regions(count: int, least: int) -> None:
+    """`regions.min: auto` becomes a number once the number of regions is known."""
+    regions = RegionConfig(min="auto", region=0, coordinator="h:1")
+    assert regions.elastic
+    found = regions.resolved({"HF_COCODC_REGIONS": str(count)})
+    assert (found.min, found.least, found.max) == (least, least, count)
 
 
 def test_a_run_of_one_region_that_others_may_join_needs_a_coordinator() -> None:
@@ -378,7 +420,7 @@ def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One warning with the lines to set; none where one region is what the user asked for."""
-    settings.warn_alone.cache_clear()
+    settings.environment.warn_alone.cache_clear()
     RegionConfig(count=1).resolved({})
     RegionConfig().resolved({"HF_COCODC_REGIONS": "1"})
     assert not caplog.records
@@ -388,7 +430,11 @@ def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
     assert record.levelname == "WARNING"
     assert all(
         f"export {name}=" in record.getMessage()
-        for name in (settings.ENV_REGION, settings.ENV_REGIONS, settings.ENV_COORDINATOR)
+        for name in (
+            settings.environment.ENV_REGION,
+            settings.environment.ENV_REGIONS,
+            settings.environment.ENV_COORDINATOR,
+        )
     )
 
 

@@ -78,10 +78,13 @@ def test_what_cannot_be_extended_is_one_paragraph(
     assert len(errors) < 1000
 
 
+QUICKSTARTS = (*known(), "snoo", "streaming-every-step")
+
+
 def test_a_quickstart_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any folder, also to extend it; a file of that name wins; what is neither is refused with the names."""
     monkeypatch.chdir(tmp_path)
-    assert sorted(shipped()) == sorted(f"quickstart/{name}" for name in (*known(), "snoo"))
+    assert sorted(shipped()) == sorted(f"quickstart/{name}" for name in QUICKSTARTS)
     for name in known():
         recipe = Recipe.load(f"quickstart/{name}")
         assert recipe.outer.method == name
@@ -107,7 +110,7 @@ def test_a_wheel_brings_the_quickstarts(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
         [metadata] = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
     assert {name for name in names if name.endswith(".yaml")} == {
-        *(f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in (*known(), "snoo")),
+        *(f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in QUICKSTARTS),
         "hf_cocodc/tools/plan/prices.yaml",
         "hf_cocodc/training/accelerate.yaml",
     }

@@ -19,17 +19,17 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from hf_cocodc import settings
 from hf_cocodc.cli import coordinator, train
 from hf_cocodc.cli.main import parse
 from hf_cocodc.settings import RegionConfig
+from hf_cocodc.settings import environment as variables
 from hf_cocodc.settings.recipe import Recipe
 from tests.processes.launching import environment
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 QUICKSTART = "quickstart/diloco"
 COORDINATOR = "10.0.0.1:29650"
-OURS = {value for name, value in vars(settings).items() if name.startswith("ENV_")}
+OURS = {value for name, value in vars(variables).items() if name.startswith("ENV_")}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -54,6 +54,7 @@ def check_region(words: Sequence[str], env: Mapping[str, str], region: int, reci
     assert {key for key in env if key.startswith("HF_COCODC_")} <= OURS
     found = Recipe.load(recipe, options.overrides).regions
     told = {"HF_COCODC_REGION": str(options.region), "HF_COCODC_COORDINATOR": str(options.coordinator)}
+    told["HF_COCODC_ON_LOSS"] = "auto"  # as the command says it to its process
     told = {key: value for key, value in told.items() if value != "None"}
     found = found.resolved({**told, **env})
     assert (found.region, found.coordinator) == (region, COORDINATOR)
@@ -197,31 +198,23 @@ def test_the_slurm_job_of_all_regions(gpus: str | None, processes: int, tmp_path
     for name, body in {
         "scontrol": 'printf "node%s\\n" 7 8 9 10',
         "srun": 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1 2 3; do export SLURM_NODEID; "$@"; done',
-        "accelerate": 'printf "%s\\0" "$HF_COCODC_SPLIT" "$@" >"called-$SLURM_NODEID"',
+        "hf-cocodc": 'printf "%s\\0" "$@" >"called-$SLURM_NODEID"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = {"SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node[7-10]", "SLURM_NNODES": "4"}
     env |= {} if gpus is None else {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CPUS_PER_TASK": "64"}
-    words = [
-        "bash",
-        str(LAUNCH / "slurm" / "machines.sbatch"),
-        "--mixed_precision",
-        "bf16",
-        "a b.py",
-        "--lr",
-        "1",
-    ]
+    env |= {"ACCELERATE_OPTIONS": "--mixed_precision bf16"}
+    words = ["bash", str(LAUNCH / "slurm" / "machines.sbatch"), "a b.py", "--lr", "1"]
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(words, cwd=tmp_path, env={**environment(), **env, "PATH": path}, check=True, timeout=60)
     for node in range(4):
-        split, *called = (tmp_path / f"called-{node}").read_text().split("\0")[:-1]
-        found = launch_command_parser().parse_args(called[1:])
-        assert (called[0], split) == ("launch", "machines")
+        ours = parse((tmp_path / f"called-{node}").read_text().split("\0")[:-1])
+        assert (ours.split, ours.resume, ours.program) == ("machines", True, ["a b.py", "--lr", "1"])
+        found = launch_command_parser().parse_args([*ours.launcher, *ours.program])
         assert (found.num_machines, found.machine_rank, found.num_processes) == (4, node, processes)
         assert (found.main_process_ip, found.main_process_port) == ("node7", 10007)
         assert (found.multi_gpu, found.mixed_precision) == (True, "bf16")
-        assert [found.training_script, *found.training_script_args] == ["a b.py", "--lr", "1"]
 
 
 @pytest.mark.parametrize("name", ["coordinator", "region"])
@@ -322,6 +315,64 @@ def test_a_skypilot_file_is_what_its_parser_takes(
     assert "hf-cocodc" in parsed.run
 
 
+def submitted(folder: Path) -> list[str]:
+    """How the launch file of Hugging Face Jobs calls their command."""
+    machine = Machine(folder)
+    (folder / "hf-cocodc").rename(folder / "hf")
+    words = ["bash", str(LAUNCH / "jobs" / "region.sh"), "1", "--set", "outer.outer_lr=0.5"]
+    assert machine.run(words, {"BUCKET": "me/run7", "HF_COCODC_SECRET": "hidden", "FLAVOR": "t4-small"}) == 0
+    [call] = machine.calls("hf")
+    return call
+
+
+def test_a_hugging_face_job_is_a_region_that_meets_in_the_bucket(tmp_path: Path) -> None:
+    """It installs what lies in the bucket, trains, and copies its model back; the secret is on no command line."""
+    *options, shell, flag, script, name, option, override = submitted(tmp_path)
+    assert (shell, flag) == ("bash", "-c")
+    assert not any("hidden" in word for word in [*options, script])
+    env = dict(value.split("=", 1) for value in options_of(options, "--env"))
+    assert env["BUCKET"] == "me/run7"
+    assert options_of(options, "--secrets") == ["HF_TOKEN", "HF_COCODC_SECRET"]
+    job = tmp_path / "job"
+    (job / "runs" / "job" / "region-1").mkdir(parents=True)
+    machine = Machine(job)
+    (job / "hf").symlink_to(job / "pip")
+    assert machine.run([shell, flag, script, name, option, override], env) == 0
+    assert machine.calls("pip")[0] == ["install", "-q", "/bucket/*.whl"]
+    [words] = machine.calls("hf-cocodc")
+    given = parse([words[0], QUICKSTART, *words[2:]])
+    assert words[1] == "/bucket/recipe.yaml"
+    assert given.run is train.run and given.resume
+    found = Recipe.load(QUICKSTART, given.overrides)
+    ours = {key: value for key, value in env.items() if key != "BUCKET"}
+    assert {*ours} <= OURS
+    regions = found.regions.resolved(
+        {**ours, "HF_COCODC_ON_LOSS": "auto"}
+    )  # as the command says it to its process
+    assert (regions.region, regions.coordinator) == (1, "hf://buckets/me/run7/meeting")
+    assert regions.elastic and found.outer.outer_lr == 0.5
+    [copied] = machine.calls("hf")
+    assert copied[-2:] == [f"{found.training['output_dir']}/region-1", "hf://buckets/me/run7/models/region-1"]
+
+
+def options_of(words: Sequence[str], name: str) -> list[str]:
+    return [value for option, value in zip(words, words[1:], strict=False) if option == name]
+
+
+def test_a_hugging_face_job_is_what_their_command_takes(tmp_path: Path) -> None:
+    """The installed one, which only shows what it would submit."""
+    hf = [sys.executable, "-m", "huggingface_hub.cli.hf"]
+    env = {**os.environ, "HF_TOKEN": "hf_none", "HF_COCODC_SECRET": "hidden", "HF_HUB_OFFLINE": "1"}
+    told = subprocess.run([*hf, "jobs", "run", "--help"], env=env, capture_output=True, text=True, timeout=60)
+    if "--volume" not in told.stdout or "--dry-run" not in told.stdout:
+        pytest.skip("this huggingface_hub mounts no buckets in jobs, or has no --dry-run for them")
+    _, _, *rest = submitted(tmp_path)
+    words = [*hf, "jobs", "run", "--dry-run", *rest]
+    shown = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "hf://buckets/me/run7:/bucket:ro" in shown.stdout + shown.stderr
+
+
 def test_the_guides_lines_are_ours() -> None:
     """Its commands exist with their options, and so do the files and settings that it names."""
     text = (LAUNCH.parents[1] / "docs" / "guides" / "launchers.md").read_text(encoding="utf-8")
@@ -334,7 +385,7 @@ def test_the_guides_lines_are_ours() -> None:
     assert files == {
         f"recipes/launch/{path.relative_to(LAUNCH).as_posix()}"
         for path in LAUNCH.rglob("*")
-        if path.suffix in (".sbatch", ".yaml", ".py")
+        if path.suffix in (".sbatch", ".yaml", ".py", ".sh")
     }
     assert all((LAUNCH.parents[1] / name).is_file() for name in files)
     assert set(re.findall(r"`regions\.(\w+)", text)) <= set(RegionConfig.__dataclass_fields__)

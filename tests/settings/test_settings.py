@@ -171,6 +171,8 @@ def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) ->
         ),
         (RegionConfig, {"timeout_s": "20"}, "regions.timeout_s='20' must be a number, not str"),
         (RegionConfig, {"region": 0.5}, "regions.region=0.5 must be a whole number or null, not float"),
+        (RegionConfig, {"region": 1024}, "regions.region=1024 must lie in 0 .. 1023"),
+        (OuterConfig, {"rank": 10**30}, " must fit into 64 bits"),
         (RegionConfig, {"announce": ["a", 5]}, "regions.announce[1]=5 must be text, not int"),
     ],
     ids=str,

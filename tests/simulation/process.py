@@ -330,6 +330,8 @@ class Process(Shell):
             yield from self._until(lambda: self._promised is None or self.stop_at != 0, left_s)
             self._promised = None
         if self.stop_at == self.step:
+            if not self.takes_part:
+                raise Finished("over", "the others stop")
             for flight in self.flights:
                 yield from self._result(flight.number)
             raise Finished("stopped", "as asked")
@@ -423,6 +425,7 @@ class Process(Shell):
             step, marker, admitted = self._markers.pop(0)
             while self.step < step:
                 yield from self._inner_step()
+                yield from self._stop_if_agreed()
             if self.failure is not None:
                 raise self.failure
             self.world.checks.followed(self, self._asked, marker)

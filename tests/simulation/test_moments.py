@@ -59,6 +59,15 @@ def test_a_stop_at_any_step_stops_all_at_one_step(is_elastic: bool) -> None:
         assert ends[0] == ends[1] == ends[2] and ends[0] in (["stopped"], ["finished"]), at
 
 
+def test_nobody_trains_on_alone_who_comes_in_while_all_stop() -> None:
+    """A newcomer that is announced may be a member by the step at which the others stop: it stops there, too."""
+    for seed, at in _moments(2.0, 9.0, 80):
+        faults = Fault(2.0, "start", 5, way=1), Fault(at, "stop", 1)
+        ends = _ends(_with(_THREE, seed, *faults, steps=40))
+        assert ends[0] == ends[1] == ends[2] == ["stopped"], at
+        assert ends[5] in (["stopped"], ["over"]), (seed, at, ends[5])
+
+
 def test_joining_a_run_that_is_about_to_end_or_has_ended_ends_at_once() -> None:
     for seed, at in _moments(0.6 * _END, _END + 5.0, 32):
         ends = _ends(_with(_THREE, seed, Fault(at, "start", 5, way=1)))

@@ -56,7 +56,7 @@ MUTATIONS: list[tuple[str, ModuleType, str, str, str]] = [
     ("a loss that is decided stays open", coordinator, "_Work",
      "missed={},\n            asked_at=None,", "missed={},"),
     ("a stop is answered before all have promised", coordinator, "_Work",
-     "set(state.members) <= state.question.steps.keys()", "state.question.steps"),
+     "set(state.expected) <= state.question.steps.keys()", "state.question.steps"),
     ("a decision is not counted", link, "_MemberWork",
      "losses=decision.number + 1", "losses=decision.number"),
     ("a decision counts twice", link, "_MemberWork",

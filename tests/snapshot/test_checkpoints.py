@@ -38,13 +38,19 @@ SETTINGS = small(
         "dilocox": {"rank": 2},
         "cocodc": {"num_fragments": 3, "overlap_steps": 4, "sends_per_interval": 4},
     }
-) | {"sparseloco": {"overlap_steps": 4, "merge": "additive", "top_k": 5}}
+) | {
+    "sparseloco": {"overlap_steps": 4, "merge": "additive", "top_k": 5},
+    "a fragment every step": {
+        **{"method": "streaming", "sync_interval": 3, "num_fragments": 3, "overlap_steps": 2},
+        "error_feedback": True,
+    },
+}
 FACTS = Facts(step=0, region=0, members=(0, 1), num_lanes=1, settings={}, finished=False)
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 
 
 def outer_config(name: str) -> OuterConfig:
-    return OuterConfig(method=name, sync_interval=H, **SETTINGS[name])
+    return OuterConfig(**{"method": name, "sync_interval": H, **SETTINGS[name]})
 
 
 def region_of(name: str, index: int, link: Link, saved: dict[str, Any] | None = None) -> Region:

@@ -35,6 +35,7 @@ class Row(NamedTuple):
         missed: seeds in which it did not reach the common loss.
         megabytes: that region 0 has sent.
         trained: share of all inner steps that were trained.
+        simulated_s: time of the run, if it was simulated.
     """
 
     arm: str
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     missed: int
     megabytes: float
     trained: float
+    simulated_s: float | None
 
 
 def check_pairs(study: Study, found: Found) -> None:
@@ -145,9 +147,14 @@ def rows_of(study: Study, found: Found, cell: str) -> list[Row]:
                     missed,
                     mean(result["bytes"] for result in results.values()) / 1e6,
                     mean(result["trained"] for result in results.values()),
+                    mean(times) if (times := _times(results.values())) else None,
                 )
             )
     return rows
+
+
+def _times(results: Iterable[Result]) -> list[float]:
+    return [each["simulated_s"] for each in results if "simulated_s" in each]
 
 
 def page(study: Study, found: Found, command: str) -> str:
@@ -213,6 +220,7 @@ def _comparison(study: Study, rows: Sequence[Row], goal: float | None) -> list[s
     titles = ["arm", "chosen", "n", "loss", f"less {study.reference}", *parallel, "finished"]
     titles += [f"steps to {at}", f"against {study.reference}, %", "MB sent"]
     has_absences = any(row.trained < 1 for row in rows)
+    has_times = any(row.simulated_s is not None for row in rows)
     cells = []
     for row in rows:
         count = str(row.loss.num if row.loss else 0)
@@ -231,9 +239,11 @@ def _comparison(study: Study, rows: Sequence[Row], goal: float | None) -> list[s
                 shown(row.steps_ratio, "+.1f", 100),
                 f"{row.megabytes:.3g}",
                 *([f"{row.trained:.1%}"] if has_absences else []),
+                *(["-" if row.simulated_s is None else f"{row.simulated_s:.0f}"] if has_times else []),
             ]
         )
-    return _table([*titles, *(["trained"] if has_absences else [])], cells)
+    titles += ["trained"] * has_absences + ["time (s)"] * has_times
+    return _table(titles, cells)
 
 
 def _probes(study: Study, found: Found) -> list[str]:

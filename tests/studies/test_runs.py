@@ -30,21 +30,14 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_arms_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_are_paired(batches: dict[int, list[Tensor]]) -> None:
     """Runs of a seed have the same first weights and train on the same batches in every arm; those of another seed do not."""
     trained: dict[str, dict[int, list[Tensor]]] = {}
-    now: dict[int, list[Tensor]] = {}
-    train = Inner.train
-
-    def noted(inner: Inner, batch: Tensor) -> float:
-        now.setdefault(inner.step, []).append(batch)
-        return train(inner, batch)
-
-    monkeypatch.setattr(Inner, "train", noted)
     starts = set()
     for arm, changes in ARMS.items():
         found = training.run(settings(**changes))
-        trained[arm], now = now, {}
+        trained[arm] = dict(batches)
+        batches.clear()
         starts.add((found["weights"], *found["batches"]))
         assert all(math.isfinite(loss) for _, loss in found["curve"])
     assert len(starts) == 1
@@ -55,6 +48,20 @@ def test_arms_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
             assert parts == sorted(part.tolist() for part in together.chunk(2))
     found = training.run(settings(seed=2))
     assert not {found["weights"], *found["batches"]} & set(next(iter(starts)))
+
+
+def test_a_dealt_batch_has_the_same_samples_and_takes_less_time(batches: dict[int, list[Tensor]]) -> None:
+    """Three to one: after the first landing region 0 has three of four samples, of those that data-parallel training has."""
+    found = training.run(settings(study__speeds=[3, 1], regions__balance="auto"))
+    this = training.Run(settings())
+    for step, parts in batches.items():
+        together = torch.cat([this.text.batch(region, step + 1) for region in range(2)])
+        assert torch.equal(torch.cat(sorted(parts, key=lambda each: -len(each))), together)
+        assert sorted(map(len, parts)) == ([2, 2] if step < 4 else [1, 3])
+    equal = training.run(settings(study__speeds=[3, 1]))
+    assert (found["weights"], found["batches"]) == (equal["weights"], equal["batches"])
+    assert (equal["simulated_s"], found["simulated_s"]) == pytest.approx((8.0, 4 + 4 * 0.5))
+    assert equal["curve"] == training.run(settings())["curve"]
 
 
 def test_one_region_whose_outer_step_changes_nothing_trains_like_data_parallel() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,24 @@ def digest_of(recipe: Recipe) -> str:
     return f"{crc:08x}"
 
 
+class Tokens(NamedTuple):
+    """A text in tokens.
+
+    Attributes:
+        train, held_out: int16, one-dimensional.
+        vocabulary: number of different tokens that there can be.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    vocabulary: int
+
+
+def tokens_of(recipe: Recipe) -> Tokens:
+    """The text that a recipe names, byte by byte."""
+    return Tokens(_of(recipe, recipe.data.split), _of(recipe, recipe.data.eval_split), VOCABULARY)
+
+
 def _of(recipe: Recipe, split: str) -> Tensor:
     data = recipe.data
     if recipe.tokenizer.builtin != "bytes":
@@ -61,28 +80,51 @@ def _of(recipe: Recipe, split: str) -> Tensor:
 class Text:
     """Batches and held-out blocks.
 
-    Each of M regions draws from its own M-th of the training text. A batch depends on the seed, the region and the inner step,
-    and on nothing else: data-parallel training, whose batch is those of all regions together, sees the same tokens.
+    The training text has as many parts as there are streams, and each of M regions draws from its own of them, by default from
+    one. A batch depends on the seed, the stream and the inner step, and on nothing else: data-parallel training, whose batch is
+    those of all regions together, sees the same tokens, and so do other numbers of regions with as many streams.
 
     Args:
-        recipe: says which text, and how long a block is.
+        recipe: says how long a block is, and how many are held out.
+        tokens: the text.
         regions: M.
         seed: of the run.
         batch_size: blocks in the batch of a region.
+        streams: a multiple of M; by default M.
+
+    Raises:
+        InputError: the regions cannot share the streams evenly, or the streams of a region its batch.
     """
 
-    def __init__(self, recipe: Recipe, regions: int, seed: int, batch_size: int) -> None:
-        self._train, self._held_out = (
-            _of(recipe, split) for split in (recipe.data.split, recipe.data.eval_split)
-        )
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokens: Tokens,
+        regions: int,
+        seed: int,
+        batch_size: int,
+        streams: int | None = None,
+    ) -> None:
+        self._train, self._held_out, _ = tokens
         self._block, self._eval_blocks = recipe.data.block_size, recipe.data.eval_blocks or 64
-        self._regions, self._seed, self._batch_size = regions, seed, batch_size
+        self._streams, self._seed = streams or regions, seed
+        self._of_region, uneven = divmod(self._streams, regions)
+        if uneven or batch_size % self._of_region:
+            raise InputError(
+                f"study.streams={self._streams}: it must be a multiple of the {regions} regions, and the {batch_size} blocks of "
+                "a region's batch must be a multiple of its streams."
+            )
+        self._batch_size = batch_size // self._of_region
 
     def batch(self, region: int, step: int) -> Tensor:
         """The batch (batch_size, block_size) of a region in an inner step, counted from 1."""
-        length = len(self._train) // self._regions
-        first = region * length
-        generator = torch.Generator().manual_seed((self._seed * 1009 + region) * 1_000_003 + step)
+        first = region * self._of_region
+        return torch.cat([self._drawn(stream, step) for stream in range(first, first + self._of_region)])
+
+    def _drawn(self, stream: int, step: int) -> Tensor:
+        length = len(self._train) // self._streams
+        first = stream * length
+        generator = torch.Generator().manual_seed((self._seed * 1009 + stream) * 1_000_003 + step)
         starts = torch.randint(first, first + length - self._block, (self._batch_size,), generator=generator)
         return torch.stack([self._train[start : start + self._block] for start in starts.tolist()]).long()
 

@@ -15,11 +15,19 @@ from torch import Tensor
 
 from hf_cocodc.methods import Method
 from hf_cocodc.newer import muloco, sparseloco
-from hf_cocodc.parts.codecs.base import Codec, CodecState, Conversation, Message, Result, message_bytes
+from hf_cocodc.parts.codecs.base import (
+    Codec,
+    CodecState,
+    Conversation,
+    Message,
+    Plain,
+    Result,
+    message_bytes,
+)
 from hf_cocodc.parts.codecs.block import Integers
 from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.codecs.codebook import Codebook
 from hf_cocodc.parts.codecs.feedback import feedback
-from hf_cocodc.parts.codecs.tiles import Codebook
 from hf_cocodc.parts.fragments import Fragment
 
 _FP32 = Cast(torch.float32)
@@ -202,3 +210,30 @@ def blocks_only(
 
     base = muloco(sync_interval=sync_interval, outer_lr=outer_lr, outer_momentum=outer_momentum)
     return dataclasses.replace(base, codec=feedback(Local(lossy), decay))
+
+
+class Again:
+    """A codec that quantizes the mean of two regions, too, as the mean of more is (`base.mean_of`)."""
+
+    def __init__(self, codec: Plain) -> None:
+        self._codec = codec
+        self.init, self.wire_bytes = codec.init, codec.wire_bytes
+
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
+        result = yield from self._codec.converse(outer_grad, fragment, state)
+        coder = self._codec.coder
+        return result._replace(mean=coder.decode(coder.encode(result.mean), fragment.numel))
+
+
+def mean_again(
+    *,
+    sync_interval: int = 30,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    decay: float = 0.9,
+    bits: int = 4,
+) -> Method:
+    """MuLoCo in `bits` (4 or 2), with the mean of two regions quantized a second time."""
+    base = muloco(sync_interval=sync_interval, outer_lr=outer_lr, outer_momentum=outer_momentum)
+    coder = Integers(4, 256) if bits == 4 else Codebook(256)
+    return dataclasses.replace(base, codec=feedback(Again(Plain(coder)), decay))

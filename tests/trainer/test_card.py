@@ -1,11 +1,10 @@
-"""The model card says what was trained, and how; what a user wrote stays."""
+"""The model card says what was trained, and how."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 from huggingface_hub import ModelCard
 from transformers import Trainer
 
@@ -60,35 +59,31 @@ def test_what_the_caller_says_counts(tmp_path: Path) -> None:
     def create(language: str | None = None, model_name: str | None = None) -> None:
         seen.append((language, model_name))
 
-    hub.draft(folder, "## x", create, "en", "mine")
-    hub.draft(folder, "## x", create, model_name="mine")
-    hub.draft(folder, "## x", create, "en", "region-3")  # TRL names the folder itself
-    hub.draft(folder, "## x", create)
-    hub.draft(folder, "## x", lambda tags=None: seen.append((tags,)), tags="t")
+    hub.draft(folder, {}, create, "en", "mine")
+    hub.draft(folder, {}, create, model_name="mine")
+    hub.draft(folder, {}, create, "en", "region-3")  # TRL names the folder itself
+    hub.draft(folder, {}, create)
+    hub.draft(folder, {}, lambda tags=None: seen.append((tags,)), tags="t")
     assert seen == [("en", "mine"), (None, "mine"), ("en", "a-run"), (None, "a-run"), ("t",)]
 
 
-@pytest.mark.parametrize("earlier", ["", hub.END + "\n"], ids=["no end", "ours"])
-def test_only_our_section_is_replaced(earlier: str, tmp_path: Path) -> None:
-    """What stands before and behind it stays; where a user has deleted the mark at the end, the section ends at a heading."""
+def test_an_earlier_section_is_replaced(tmp_path: Path) -> None:
+    """Nothing is said twice, and what stands before it stays, with its metadata."""
     path = tmp_path / "README.md"
-    before = f"---\nlicense: mit\n---\n# My model\n\nWords.\n\n{hub.HEADING}\n\nold figures\n{earlier}\n## Notes\n\nMine.\n"
-    path.write_text(before, encoding="utf-8")
-    for figures in ("new figures", "newer figures"):
-        hub.write(tmp_path, f"{hub.HEADING}\n\n{figures}\n")
+    before = "---\nlicense: mit\n---\n# My model\n\nWords.\n"
+    path.write_text(f"{before}\n{hub.HEADING}\n\nold figures\n", encoding="utf-8")
+    said = {"others": "", "paper": ("A title", "1234.5678"), "regions_agree": True}
+    for figure in ("new", "newer"):
+        hub.write(tmp_path, {"rows": {"figure": figure}, **said})
     text = path.read_text(encoding="utf-8")
-    assert text.endswith(
-        f"# My model\n\nWords.\n\n{hub.HEADING}\n\nnewer figures\n\n{hub.END}\n\n## Notes\n\nMine.\n"
-    )
+    assert text.count(hub.HEADING) == 1 and "# My model\n\nWords.\n\n## " in text
+    assert text.endswith("| figure | newer |\n\nPaper: [A title](https://arxiv.org/abs/1234.5678).\n")
     assert ModelCard.load(path).data.to_dict() == {"license": "mit", "tags": ["hf-cocodc"]}
 
 
-def test_what_a_user_wrote_behind_it_outlives_a_new_draft(tmp_path: Path) -> None:
-    """Trainer writes its draft anew; the user's words behind our section stay."""
-    folder = tmp_path / "a-run" / "region-0"
-    trained(tmp_path)
-    with (folder / "README.md").open("a", encoding="utf-8") as file:
-        file.write("\nMine.\n")
-    text = trained(tmp_path)
-    assert text.count(hub.HEADING) == text.count("# a-run") == 1
-    assert text.endswith(f"{hub.END}\n\nMine.\n")
+def test_a_checkpoint_without_a_draft_gets_a_card(tmp_path: Path) -> None:
+    """Of our section alone."""
+    hub.write(tmp_path, {"rows": {"method": "eager"}, "others": "a=1", "paper": None, "regions_agree": False})
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text.startswith(f"---\ntags:\n- hf-cocodc\n---\n\n{hub.HEADING}\n")
+    assert "until the run ends" in text and text.endswith("Other settings: a=1.\n")

@@ -10,15 +10,17 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
 from hf_cocodc.errors import RunLeft
 from hf_cocodc.link.base import Link
-from hf_cocodc.run.events import FIELDS
+from hf_cocodc.run.events import FIELDS, wrong_with
 from hf_cocodc.run.journal import read
 from tests.trainer.test_trainer import make
 
@@ -139,6 +141,50 @@ def test_regions_that_all_report_are_runs_of_one_group(
         assert begun == [(f"trial-region-{region}", "trial")]
     else:
         assert begun == [("trial", None)] * (1 - region)
+
+
+def test_a_metric_that_is_no_number_stays_out_of_the_journal(tmp_path: Path) -> None:
+    """Of what a script's own `evaluate` returns, the journal takes the numbers: a report reads every line."""
+    odd = {
+        "eval_accuracy": "good",
+        "eval_each": [0.5, 0.25],
+        "eval_f1": np.float32(0.5),
+        "eval_recall": torch.tensor(0.25),
+    }
+
+    class Own(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().evaluate(*args, **kwargs), **odd}
+
+    trainer = make(tmp_path, [CoCoDCCallback(CONFIG)], kind=Own, max_steps=2)
+    trainer.train()
+    assert trainer.evaluate()["eval_accuracy"] == "good"
+    [event] = [
+        each
+        for each in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")
+        if each["kind"] == "evaluate"
+    ]
+    assert wrong_with(event) is None
+    assert event["eval_loss"] > 0
+    assert (event["eval_f1"], event["eval_recall"]) == (0.5, 0.25)
+    assert not {"eval_accuracy", "eval_each"} & event.keys()
+
+
+def test_a_group_is_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Trainer of a script has a group of its own, or none; the group that the user has named stays."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "x")  # undone afterwards
+    monkeypatch.delenv("WANDB_RUN_GROUP")
+
+    def group_of(run: str, reports: str) -> str | None:
+        there = RegionConfig(region=0, count=2, coordinator="127.0.0.1:1", report_regions=reports)
+        make(tmp_path / run, [CoCoDCCallback(CONFIG, there)], run_name=run)
+        return os.environ.get("WANDB_RUN_GROUP")
+
+    assert group_of("one", "all") == "one"
+    assert group_of("two", "all") == "two"
+    assert group_of("three", "first") is None
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    assert group_of("four", "all") == group_of("five", "first") == "mine"
 
 
 def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:

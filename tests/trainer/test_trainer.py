@@ -23,7 +23,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
 from hf_cocodc.errors import HandshakeError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
-from hf_cocodc.trainer.patches import WRAPPED
+from hf_cocodc.trainer.patches import OF_DEALS, WRAPPED
 from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
@@ -62,7 +62,7 @@ def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
         trainer.add_callback(callback)
     if how == "attached by hand":
         callback.attach(trainer)
-    assert set(WRAPPED) - vars(trainer).keys() == {"get_batch_samples"}
+    assert set(WRAPPED) - vars(trainer).keys() == {"get_batch_samples", *OF_DEALS}
     trainer.train()
     assert callback.outer is not None
     assert callback.outer.synchronizer.totals.landings == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard,
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot.local_weights import weights_file
-from tests.processes.forks import PRELOADED
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import config as config_of
 from tests.toys import RECOMPUTING, VOCAB, llama
@@ -198,16 +196,6 @@ VARIANTS = {
         PADDED,
     ),
 }
-
-
-@pytest.fixture
-def fresh_workers() -> Iterator[None]:
-    """Data loaders' workers start anew: forked from a process with threads they may wait for a lock for ever."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    multiprocessing.set_start_method("forkserver", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.run import shards
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.training import data
+from tests.run.test_churn import LABELS, check_mix
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +87,26 @@ def test_regions_partition(kind: str) -> None:
     assert sorted(itertools.chain(*parts)) == list(range(11))
     assert sorted(map(len, parts)) == [3, 4, 4]
     assert [[number(sample) for sample in shard] for shard in pieces] == parts
+
+
+SORTED: dict[str, Callable[[], Any]] = {
+    "datasets.Dataset": lambda: datasets.Dataset.from_dict({"n": LABELS}),
+    "datasets.IterableDataset, many files": lambda: labels_in_files(64),
+    "datasets.IterableDataset, few files": lambda: labels_in_files(2),
+    "torch map-style": lambda: TensorDataset(torch.tensor(LABELS)),
+}
+
+
+def labels_in_files(num_files: int) -> datasets.IterableDataset:
+    return datasets.Dataset.from_dict({"n": LABELS}).to_iterable_dataset(num_shards=num_files)
+
+
+@pytest.mark.parametrize("kind", SORTED)
+def test_an_ordered_dataset_gives_regions_the_same_mix(kind: str) -> None:
+    """Rows that are sorted by source: each of three parts has the same share of each."""
+    parts = [Counter(map(number, shards.region_shard(SORTED[kind](), r, 3))) for r in range(3)]
+    shares = {label: count / len(LABELS) for label, count in Counter(LABELS).items()}
+    check_mix(parts, shares)
 
 
 @pytest.mark.parametrize("kind", SHARDABLE)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.training import launch
-from hf_cocodc.training.forks import Fork, Job
+from hf_cocodc.training.forks import Fork
 
 REFUSED = ["no-such-recipe.yaml"]
 
@@ -20,7 +20,7 @@ def seen(folder: Path, **env: str) -> tuple[Fork, Path]:
     """A region whose recipe is not there; it writes to a log."""
     log = folder / "log.txt"
     log.write_text("an earlier line\n")
-    return Fork(Job({**os.environ, "HF_COCODC_REGION": "4", **env}, str(log), REFUSED)), log
+    return Fork({**os.environ, "HF_COCODC_REGION": "4", **env}, str(log), REFUSED), log
 
 
 def test_a_forked_region_is_one_that_a_launcher_would_start(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import psutil
 import pytest
 import torch
 
-from hf_cocodc.errors import RunFinished
+from hf_cocodc.errors import RunFinished, RunStopped
 from hf_cocodc.run.gpus import VISIBLE
+from hf_cocodc.settings.environment import ENV_LAUNCH
 from hf_cocodc.status import ENV_STATUS, tell
 from hf_cocodc.training import launch
 from hf_cocodc.training import region as region_process
@@ -404,3 +406,28 @@ def test_the_folder_of_a_lost_region_is_given_away(tmp_path: Path) -> None:
         give_away(folders[1])
         assert [is_free(folder) for folder in folders] == [False, True]
     assert all(is_free(folder) for folder in folders)
+
+
+def test_a_rank_of_a_split_launch_that_has_stopped_ends_no_other_region(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher would end the other regions, which may still save: it hears of no failure, and the command does."""
+    stopped = a_region(tmp_path, 0, "pass")
+    monkeypatch.setenv(ENV_STATUS, str(stopped.status))
+    monkeypatch.setattr(region_process, "end_with_command", lambda: None)
+
+    def stop() -> None:
+        raise RunStopped("all regions stopped")
+
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    code = region_process.live(stop)
+    region_process.end(code)
+    monkeypatch.setenv(ENV_LAUNCH, "a launch")
+    region_process.end(code)
+    monkeypatch.setenv(region_process.ENV_COMMAND, "1")
+    for each in (code, 1, 2):
+        region_process.end(each)
+    assert codes == [3, 3, 0, 1, 2]
+    assert launch.watch([stopped], lambda: None) == [stopped]
+    assert stopped.has_stopped

@@ -17,6 +17,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import preflight
 from hf_cocodc.training.data import byte_tokenizer
+from hf_cocodc.training.precheck import check_sections
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
@@ -325,3 +326,19 @@ def test_an_adapter_on_the_hub_has_its_optimizer_checked(tmp_path: Path) -> None
     preflight.preflight(Recipe.load(RECIPE, [*named, "training.optim=lomo"]))
     with pytest.raises(InputError, match="training: Invalid learning rate: -1"):
         preflight.preflight(Recipe.load(RECIPE, [*named, "training.learning_rate=-1"]))
+
+
+def test_samples_of_a_stream_cannot_be_dealt() -> None:
+    """Known before anything is loaded."""
+    recipe = Recipe.load(RECIPE, ["data.streaming=true", "regions.shards=dealt"])
+    with pytest.raises(InputError, match=r"regions\.shards=dealt with data\.streaming=true"):
+        check_sections(recipe)
+
+
+def test_rotary_positions_beyond_those_of_the_model_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """It trains, and may be meant so."""
+    for positions, lines in (64, 1), (128, 0):
+        caplog.clear()
+        overrides = ["data.block_size=128", f"model.config.max_position_embeddings={positions}"]
+        preflight.preflight(Recipe.load(RECIPE, overrides), tries=True)
+        assert caplog.text.count("is more than the 64 positions that the model is made for") == lines

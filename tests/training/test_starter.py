@@ -76,9 +76,11 @@ def test_it_offers_more_keys_as_comments() -> None:
     """Each works as it stands, once it is no comment."""
     text = starter("m", "d")
     assert read_yaml(text, "")["regions"] == {"count": 2}
-    assert "  # Smallest number of regions that train on" in text
-    lines = text.replace("  # rate_limit: 90", "  rate_limit: 90").replace("  # min: 1", "  min: 1")
-    assert read_yaml(lines, "")["regions"] == {"count": 2, "rate_limit": 90.0, "min": 1}
+    assert "  # What the others do when a region is lost" in text
+    lines = text.replace("  # rate_limit: 90", "  rate_limit: 90").replace("  # on_loss: ", "  on_loss: ")
+    lines = lines.replace("  # balance: auto", "  balance: auto")
+    found = read_yaml(lines, "")["regions"]
+    assert found == {"count": 2, "balance": "auto", "rate_limit": 90.0, "on_loss": "stop"}
 
 
 def test_its_blocks_fit_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ A new one is a file here, exported below, with its name in `CODECS` of `settings
 
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32, unrounded
+from .codebook import codebook_2bit
 from .feedback import feedback, square_of_residuals, with_residuals_of, without_residuals
 from .lowrank import has_rank, lowrank, share_of_rank
 from .radial import has_radial, radial
@@ -14,6 +15,7 @@ from .topk import topk
 
 __all__ = [
     "bf16",
+    "codebook_2bit",
     "feedback",
     "fp16",
     "fp32",

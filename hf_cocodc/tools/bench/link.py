@@ -2,42 +2,43 @@
 
 import dataclasses
 import math
-import platform
+import signal
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 from torch import Tensor
 
-from ...coordinator.client import Client
-from ...coordinator.messages import Hello, Terms
 from ...coordinator.server import serve_in_thread
-from ...errors import InputError, LinkError, nearest, short, shown
+from ...errors import CocodcError, InputError, LinkError, error_named, nearest, short, shown
 from ...link.backends import refuse_backend
 from ...link.base import Arrival, MeanRequest
-from ...link.process_group import Payloads, offer_store, reach_store
+from ...link.process_group import offer_store, reach_store
 from ...link.records import Trailer
 from ...link.tcp import TcpLink
 from ...net.addresses import own_address
 from ...net.keys import Keys, new_secret
-from ...net.wire import Wire
 from ...parts import codecs
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
 from ...parts.tensors.flat import digest
 from ...parts.tensors.memory import HOST
 from ...parts.tensors.slices import cores
+from ...run.session import RegionContext
+from ...settings import RegionConfig
 from ...settings.outer import CODECS
 from .report import BenchReport, Row
-from .workers import run, serve, start_here
 
 KNOWN: dict[str, Callable[[], Codec]] = {name: getattr(codecs, name) for name in CODECS}
 """Codecs by their names in recipes."""
@@ -130,12 +131,34 @@ class Took(NamedTuple):
 def measure_here(trial: Trial, regions: int) -> Figures:
     """Measure between `regions` processes on this machine, over the loopback interface. Raises LinkError if one fails."""
     secret = new_secret() if trial.encrypt else None
-    common = {"secret": secret, "trial": dataclasses.asdict(trial), "regions": regions}
-    num_threads = max(cores() // regions, 1)
-    with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
-        specs = [{**common, "coordinator": served.address, "region": region} for region in range(regions)]
-        [figures] = run(__name__, specs, start_here, num_threads)
-    return Figures(**figures)
+    num_threads = str(max(cores() // regions, 1))
+    at_interrupt = signal.SIGINT, signal.SIG_DFL
+    with ExitStack() as opened:
+        served = serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])
+        opened.callback(served.close)
+        # threads that spin would take the cores from the other regions
+        opened.enter_context(patch_environment(OMP_NUM_THREADS=num_threads, GOMP_SPINCOUNT="0"))
+        pool = ProcessPoolExecutor(regions, get_context("spawn"), signal.signal, at_interrupt)
+        opened.enter_context(pool)
+        of_all = (trial, served.address, regions, secret)
+        ends = [pool.submit(_one_end, region, *of_all) for region in range(regions)]
+        try:
+            for each in as_completed(ends):
+                each.result()
+        except BrokenProcessPool as error:
+            raise LinkError(
+                "a process of the measurement was killed. Has this machine too little memory?"
+            ) from error
+        return ends[0].result()
+
+
+def _one_end(region: int, trial: Trial, coordinator: str, regions: int, secret: str | None) -> Figures:
+    """One region of `measure_here`."""
+    keys = None if secret is None else Keys.from_secret(secret)
+    try:
+        return take_part(trial, coordinator, region, regions, keys=keys)
+    except CocodcError as error:  # not all of ours can travel from a process to another
+        raise error_named(type(error).__name__, str(error), LinkError) from None
 
 
 def take_part(
@@ -162,8 +185,23 @@ def take_part(
     with ExitStack() as opened:
 
         def meet(carrier: str, run: str) -> TcpLink:
-            client = Client(coordinator, run, keys)
-            return opened.enter_context(_closed(_link(trial, carrier, client, region, regions, host, keys)))
+            settings = RegionConfig(
+                region=region,
+                count=regions,
+                coordinator=coordinator,
+                interface=interface,
+                link=carrier,
+                connections=trial.connections or "auto",
+                rate_limit=trial.rate_limit,
+                start_timeout_s=TIMEOUT_S,
+                timeout_s=TIMEOUT_S,
+            )
+            compared = dataclasses.asdict(trial)
+            context = RegionContext(
+                region=region, regions=settings, name=run, compared=compared, host=host, keys=keys
+            )
+            wire = context.wire()
+            return opened.enter_context(_closed(context.link(context.meet(False, wire), wire)))
 
         link = meet(trial.link, run)
         if trial.link == "tcp":
@@ -193,39 +231,6 @@ def _gloo(link: TcpLink, host: str) -> Any:
         return dist.ProcessGroupGloo(own or reach_store(where), link.region, link.num_regions, options)
     except (RuntimeError, ValueError) as error:
         raise LinkError(f"no group for gloo's all-reduce could be made: {short(error, 300)}.") from error
-
-
-def _link(
-    trial: Trial, carrier: str, client: Client, region: int, regions: int, host: str, keys: Keys | None
-) -> TcpLink:
-    """Meet the other regions, and connect to them. `carrier`: of payloads."""
-    rate = None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8
-    wire = Wire(
-        region,
-        trial.connections,
-        host,
-        TIMEOUT_S,
-        rate,
-        keys=keys,
-    )
-    compared = dataclasses.asdict(trial)
-    hello = Hello(
-        region=region,
-        join=False,
-        lanes=(wire.whereabouts,),
-        machine=platform.node(),
-        token=uuid.uuid4().hex,
-        terms=Terms(count=regions, timeout_s=TIMEOUT_S),
-        compared=compared,
-    )
-    try:
-        client.meet(hello, TIMEOUT_S)
-    except BaseException:
-        client.close()
-        wire.close()
-        raise
-    payloads = Payloads(carrier, HOST, host, TIMEOUT_S)
-    return TcpLink(client, hello.terms, wire, timeout_s=TIMEOUT_S, payloads=payloads)
 
 
 def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = None) -> Figures:
@@ -363,16 +368,3 @@ def side_by_side(trial: Trial, results: Figures, setting: Row) -> BenchReport:
     setting = {"regions": results.regions, "megabytes": trial.megabytes, "codec": trial.codec, **setting}
     samples = {f"{name}, s": each for name, each in samples.items()}
     return BenchReport("one mean over each link", setting, rows, notes, samples=samples)
-
-
-def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One region of `measure_here`."""
-    keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
-    trial = Trial(**spec["trial"])
-    yield dataclasses.asdict(
-        take_part(trial, spec["coordinator"], spec["region"], spec["regions"], keys=keys)
-    )
-
-
-if __name__ == "__main__":
-    serve(_one_end)

@@ -11,19 +11,20 @@ from ...coordinator.hello import may_differ
 from ...coordinator.secret import secret_of
 from ...errors import CocodcError, InputError, shown
 from ...link.backends import refuse_backend, why_no_gloo
+from ...net.keys import Keys
 from ...net.pacing import congestion_of
 from ...resolve import settings
-from ...run.about import function_of
+from ...run.about import About, function_of
 from ...run.connect import hello
 from ...run.samples import spread_samples
 from ...settings.recipe import Recipe, facts_of_data
 from ...trainer.callback import COMPARED
 from ...training import building
-from ...training.data import load_text
 from ...training.preflight import on_meta, preflight
-from . import coordinator, facts, others, place, way
+from ...training.train import text_of
+from . import coordinator, facts, others, place, storage, way
 from .facts import OK, WRONG, Finding, unknown
-from .needs import Needs, needs
+from .needs import needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
         yield unknown("recipe", "not looked at: packages are missing")
     else:
         model, data = yield from _recipe(patient, machine, tell)
-    yield from _network(patient, machine, model, data, tell)
+    yield from _network(patient, model, data, tell)
 
 
 def _recipe(
@@ -80,7 +81,8 @@ def _recipe(
         return None, None
     yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
     model = _model(recipe)
-    need = None if model is None else _needs(patient, model)
+    most = max(patient.count, recipe.regions.max or 1)
+    need = None if model is None else needs(recipe, model, most)
     yield from place.memory(machine, need, here, bool(recipe.training.get("use_cpu")))
     folder = building.output_dir(recipe)
     yield place.disk(facts.disk(folder), folder, need, here)
@@ -107,14 +109,10 @@ def _model(recipe: Recipe) -> Any:
         return None
 
 
-def _needs(patient: Patient, model: Any) -> Needs:
-    return needs(patient.recipe, model, max(patient.count, patient.recipe.regions.max or 1))
-
-
 def dataset(recipe: Recipe) -> tuple[Finding, str | None]:
     """The finding about the training data, and a description that is equal in two regions if the data is; None without data."""
     try:
-        text = _load(recipe, recipe.data.split)
+        text = text_of(recipe, recipe.data.split)
     except InputError as error:
         return Finding("data", WRONG, str(error), _splits(recipe, "data.split")), None
     if recipe.data.streaming:
@@ -129,17 +127,12 @@ def held_out(recipe: Recipe) -> list[Finding]:
     if strategy == "no" and not recipe.training.get("eval_on_start"):
         return []
     try:
-        _load(recipe, recipe.data.eval_split)
+        text_of(recipe, recipe.data.eval_split)
     except InputError as error:
         words = f"data.eval_split={shown(recipe.data.eval_split)}, on which the run evaluates: {error}"
         command = _splits(recipe, "data.eval_split")
         return [Finding("data", WRONG, words, f"{command}, or training.eval_strategy=no")]
     return []
-
-
-def _load(recipe: Recipe, split: str) -> Any:
-    data = recipe.data
-    return load_text(data.builtin, data.path, data.name, split, data.text_column, data.streaming)
 
 
 def _splits(recipe: Recipe, key: str) -> str:
@@ -152,7 +145,7 @@ def _splits(recipe: Recipe, key: str) -> str:
 
 
 def _network(
-    patient: Patient, machine: facts.Machine, model: Any, data: str | None, tell: Callable[[str], None]
+    patient: Patient, model: Any, data: str | None, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     regions = patient.recipe.regions
     if max(patient.count, regions.max or 1) == 1:
@@ -165,7 +158,14 @@ def _network(
         return
     if regions.coordinator is None:
         yield from way.all_here()
-        yield _link(patient, machine, None, keys is not None)
+        yield _link(patient, "127.0.0.1", keys is not None)
+        return
+    if regions.in_storage:
+        tell("asking the storage")
+        findings = storage.examine(regions.coordinator, keys)
+        yield from findings
+        if all(each.level != WRONG for each in findings):
+            yield from _others(patient, model, data, "127.0.0.1", keys, tell)
         return
     try:
         network = facts.network(regions.coordinator, regions.interface)
@@ -180,12 +180,20 @@ def _network(
     except InputError as error:
         yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
     yield way.packets(network)
-    yield _link(patient, machine, network, keys is not None)
+    yield _link(patient, network.address or "127.0.0.1", keys is not None)
     tell("calling the coordinator")
-    findings, is_there = coordinator.reach(regions.coordinator, keys)
+    findings = coordinator.reach(regions.coordinator, keys)
     yield from findings
-    region = patient.region
-    if not is_there or model is None or data is None or region is None or network.address is None:
+    if network.address is not None and all(each.level != WRONG for each in findings):
+        yield from _others(patient, model, data, network.address, keys, tell)
+
+
+def _others(
+    patient: Patient, model: Any, data: str | None, host: str, keys: Keys | None, tell: Callable[[str], None]
+) -> Iterator[Finding]:
+    """What the doctors of other regions find otherwise there. `host`: address of this machine that the others reach."""
+    region, regions = patient.region, patient.recipe.regions
+    if model is None or data is None or region is None:
         return
     if region >= patient.count:
         yield unknown("regions", f"region {region} joins later: its doctor does not meet those of the others")
@@ -196,7 +204,7 @@ def _network(
         link = "tcp" if regions.link == "nccl" else regions.link
         resolved = dataclasses.replace(alike.resolved({}), link=link)
         told = _told(patient.recipe, model, data)
-        yield from others.meet(resolved, patient.run, told, network.address, keys, tell)
+        yield from others.meet(resolved, patient.run, told, host, keys, tell)
 
 
 def _told(recipe: Recipe, model: Any, data: str) -> dict[str, Any]:
@@ -213,20 +221,15 @@ def _told(recipe: Recipe, model: Any, data: str) -> dict[str, Any]:
         {**settings(recipe.outer), **alike.compared},
         recipe.training.get("max_steps"),
         num_lanes=1,
-        config=function_of(model),
-        facts=json.loads(json.dumps(facts, default=str)),
+        about=About(model=function_of(model), facts=json.loads(json.dumps(facts, default=str))),
     )
 
 
-def _link(
-    patient: Patient, machine: facts.Machine, network: facts.Network | None, has_secret: bool
-) -> Finding:
+def _link(patient: Patient, host: str, has_secret: bool) -> Finding:
     """What would carry the payloads of means."""
     regions, use_cpu = patient.recipe.regions, bool(patient.recipe.training.get("use_cpu"))
     try:
         refuse_backend(regions.link, "cpu" if use_cpu else "cuda", patient.regions_here)
     except InputError as error:
         return Finding("link", WRONG, str(error), way.TCP)
-    host = None if network is None else network.address
-    has_gpu = bool(machine.devices) and not use_cpu
-    return way.link(regions, network, has_secret, has_gpu, why_no_gloo(host or "127.0.0.1"))
+    return way.link(regions, has_secret, why_no_gloo(host))

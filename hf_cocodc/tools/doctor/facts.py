@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ... import __version__
-from ...net.addresses import is_loopback, own_address
+from ...net.addresses import is_loopback, own_address, parts_of
 from ...net.pacing import can_pace
 from ...parts.tensors.slices import cores
 
@@ -235,16 +235,6 @@ def _path_mtu(coordinator: str) -> int | None:
             probe.connect(address)  # sends nothing
             return probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
     return None
-
-
-def parts_of(address: str) -> tuple[str, int]:
-    """Host and port of a coordinator, as the settings have checked it.
-
-    >>> parts_of("[::1]:29650")
-    ('::1', 29650)
-    """
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def leads_away(coordinator: str, address: str | None) -> bool:

@@ -35,7 +35,7 @@ _ELSEWHERE = (
 _WAYS = {
     "direct": "reached directly",
     "reversed": "reached directly",
-    "relayed": "neither reaches the other one: the coordinator's relay carries what they send",
+    "storage": "neither calls the other one: the storage carries what they send",
 }
 
 

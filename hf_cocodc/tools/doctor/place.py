@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...run.figures import amount
 from ...run.gpus import shares, sharing
 from .facts import OK, WARN, WRONG, Disk, Finding, Machine, unknown
 from .needs import Needs
@@ -89,8 +90,8 @@ def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bo
 
 
 def _fits(topic: str, where: str, need: int, free: int, total: int, who: str, remedy: str) -> Finding:
-    words = f"{where}: weights, inner optimizer and outer state take at least {_size(need)}, "
-    words += f"{_size(free)} of {_size(total)} are free"
+    words = f"{where}: weights, inner optimizer and outer state take at least {amount(need)}, "
+    words += f"{amount(free)} of {amount(total)} are free"
     if need > total:
         return Finding(topic, WRONG, f"{words}. It cannot fit: take {remedy}.")
     if need > free:
@@ -111,13 +112,13 @@ def disk(disk: Disk, folder: Path, needs: Needs | None, regions_here: int) -> Fi
             f"{disk.folder} cannot be written to, and training.output_dir={folder} lies there.",
             "hf-cocodc train RECIPE --set training.output_dir=FOLDER    # or chown the folder",
         )
-    free = f"{_size(disk.free)} of {_size(disk.total)} are free at {disk.folder}"
+    free = f"{amount(disk.free)} of {amount(disk.total)} are free at {disk.folder}"
     if needs is None:
         return Finding(
             "disk", OK if disk.free > 10e9 else WARN, f"{free}; the size of a checkpoint is not known"
         )
     one = needs.checkpoint * regions_here
-    each = f"a checkpoint takes about {_size(one)}" + (
+    each = f"a checkpoint takes about {amount(one)}" + (
         f" in {regions_here} regions" if regions_here > 1 else ""
     )
     if disk.free < one:
@@ -141,11 +142,3 @@ def disk(disk: Disk, folder: Path, needs: Needs | None, regions_here: int) -> Fi
             "hf-cocodc train RECIPE --set training.save_total_limit=2",
         )
     return Finding("disk", OK, f"{each}, at most {needs.checkpoints} at once; {free}")
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from ...link.backends import why_tcp
-from ...link.process_group import SHORT_S
-from ...net.addresses import is_loopback
+from ...net.addresses import is_loopback, parts_of
 from ...net.pacing import NOT_KEPT
 from ...settings import RegionConfig
 from ...settings.regions import OF_GROUPS
-from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unknown
+from .facts import OK, WARN, WRONG, Finding, Network, is_private, unknown
 
 _PACKET = 1500
 _LONG_S = 0.005
@@ -121,11 +120,9 @@ def congestion(network: Network, rate_limit: float | None) -> Finding:
     )
 
 
-def link(
-    regions: RegionConfig, network: Network | None, has_secret: bool, has_gpu: bool, no_gloo: str | None
-) -> Finding:
-    """What carries the payloads of means, and why, as far as one machine knows. `network` is None if all regions train here;
-    `no_gloo` says why there can be no gloo group on this machine.
+def link(regions: RegionConfig, has_secret: bool, no_gloo: str | None) -> Finding:
+    """What carries the payloads of means, and why, as far as one machine knows: the rest is found when regions meet. `no_gloo`
+    says why there can be no gloo group on this machine.
     """
     topic, named = "link", regions.link
     if named == "gloo" and no_gloo is not None:
@@ -143,14 +140,4 @@ def link(
         return Finding(topic, OK, "tcp, by regions.link")
     if why := why_tcp(regions, has_secret) or no_gloo:
         return Finding(topic, OK, f"tcp: {why}")
-    words, limit = "gloo: round trips on one machine are short", f"{1000 * SHORT_S:g} ms"
-    if network is not None and network.rtt_s is None:
-        words = f"gloo if round trips to the other regions take less than {limit}, else tcp"
-    elif network is not None and network.rtt_s is not None:
-        chosen = "gloo" if network.rtt_s < SHORT_S else "tcp"
-        words = (
-            f"{chosen} if the other regions are as near as the coordinator ({1000 * network.rtt_s:.1f} ms; gloo is for less than "
-            f"{limit})"
-        )
-    more = "; nccl where one launch starts all regions, and each has a GPU of its own" if has_gpu else ""
-    return Finding(topic, OK, f"{words}{more}")
+    return Finding(topic, OK, "tcp, gloo or nccl: regions choose by round trips and devices when they meet")

@@ -8,14 +8,13 @@ from ...auto import too_few_rounds
 from ...errors import InputError, shown
 from ...methods import METHODS
 from ...newer import known
-from ...resolve import from_config, lost_steps
-from ...resolve import settings as _settings
+from ...resolve import from_config, lost_steps, settings
 from ...settings import OF_EVERY_METHOD, OuterConfig
 from ...settings.outer import AUTO, CODECS, alpha_of, idle
 from .forecast import Forecast, Subject
 from .transfers import MARGIN
 
-LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
+LOSSY = ("int4", "codebook_2bit", "topk", "topk_2bit", "lowrank")
 """Codecs that need error feedback."""
 CAREFUL = ("fp32", "bf16", "int8", "fp4")
 """Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
@@ -121,6 +120,12 @@ def best(forecasts: list[Forecast], recipe: OuterConfig) -> Forecast | None:
     return first if first is not None and first.shown["codec"] in _codecs_of(first, recipe) else None
 
 
+def written_out(forecast: Forecast) -> dict[str, Any]:
+    """Its settings as a script or a recipe gives them: those that a plan chooses, then others that the recipe has given."""
+    chosen = {name: forecast.shown[name] for name in CHOSEN if name in forecast.shown}
+    return {**chosen, **forecast.config.given(), **chosen}
+
+
 def foremost(forecasts: Sequence[Forecast], recipe: OuterConfig, count: int) -> list[Forecast]:
     """The `count` settings that matter most, in their given order: the best of each method, then more of the recipe's."""
     ordered = sorted(forecasts, key=lambda each: (each.config.method != recipe.method, *_order(each, recipe)))
@@ -211,11 +216,6 @@ def _smallest(first: int, last: int, holds: Callable[[int], bool]) -> int | None
         else:
             low = middle
     return high
-
-
-def settings(config: OuterConfig) -> dict[str, Any]:
-    """All settings of a method, as numbers and texts."""
-    return _settings(config)
 
 
 def _interval(config: OuterConfig) -> int:

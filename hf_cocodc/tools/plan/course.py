@@ -49,15 +49,14 @@ class Course(NamedTuple):
     """How a training goes over a link, once the first rounds are over.
 
     Attributes:
-        utilization: share of the time in which inner steps are made. What a run reports by this name is 1 - `blocked`: all time
-            in which training does not wait for the link (`outer/compute_utilization`, the report, the terminal).
+        utilization: share of the time in which inner steps are made. What a run reports by this name also counts evaluation and
+            saving as used (`outer/compute_utilization`, the report, the terminal).
         blocked: share of the time in which training waits for the link.
         bytes_per_s: payload that a region sends.
         staleness: most inner steps between a send and its landing.
         slowest_s: seconds of the slowest transfer by itself, with its wait for the line.
         needs: inner steps of overlap in which it would hide.
         in_flight: most transfers under way at a time.
-        sends: transfers in a round of sync_interval inner steps.
     """
 
     utilization: float
@@ -67,7 +66,6 @@ class Course(NamedTuple):
     slowest_s: float
     needs: int
     in_flight: int
-    sends: float
 
 
 class Rhythm(NamedTuple):
@@ -108,7 +106,6 @@ def course(rhythm: Rhythm, fragments: Sequence[Work], line: Line, step_s: float,
         slowest_s=run.slowest_s,
         needs=math.ceil(run.slowest_s / step_s - 1e-9),
         in_flight=run.in_flight,
-        sends=rhythm.sends * (len(fragments) if rhythm.together else 1),
     )
 
 

@@ -26,9 +26,12 @@ from ...settings.recipe import Recipe
 from ...settings.regions import OF_GROUPS
 from .course import WARM_UP, Cargo, Carried, Course, Rhythm, Work, course
 from .speeds import Speeds
+from .storages import StorageFigures, StorageLine
 from .transfers import LATE, LIMIT, Codes, LinkFigures, TcpLine, wanted_connections
 
 _SIDE, _LOW_RANK = 64, 4
+STORAGE = "storage"
+"""The carrier of payloads where regions meet in a storage."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Subject:
     `network_rtt_s`: the link's round trip without what processes take; by default all of it.
 
     Attributes:
-        carrier: what carries payloads: tcp, gloo or nccl; `why` says why.
-        connections: TCP connections to each other region; a process group has one.
+        carrier: what carries payloads: tcp, gloo, nccl or a storage; `why` says why.
+        connections: TCP connections to each other region; a process group and a storage have one.
         limit: the most payload bytes per second that a region should send; a process group keeps no limit.
         steps: inner steps of the run; None if the recipe does not say.
     """
@@ -64,7 +67,7 @@ class Subject:
         self,
         recipe: Recipe,
         model: Any,
-        link: LinkFigures,
+        link: LinkFigures | StorageFigures,
         step_s: float,
         regions: int,
         speeds: Speeds,
@@ -76,21 +79,25 @@ class Subject:
         self.steps = steps if steps > 0 else None
         self.num_params = sum(param.numel() for param in model.parameters() if param.requires_grad)
         self.num_blocks = max(len(find_blocks(model)), 1)
+        self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
+        self._courses: dict[tuple[str, float], Course] = {}
+        self._conversations: dict[str, tuple[int, bool]] = {}
         regions_config = recipe.regions
         has_secret = regions_config.secret_file is not None or ENV_SECRET in os.environ
+        given, asked = regions_config.rate_limit, regions_config.connections
+        if isinstance(link, StorageFigures):
+            self.carrier, self.why = STORAGE, "regions.coordinator is a URL"
+            self.limit, self.connections = min(given or math.inf, link.up / 1e6) * 1e6 / 8, 1
+            return
         self.carrier, self.why = expected(
             regions_config, has_secret, link.rtt_s if network_rtt_s is None else network_rtt_s
         )
-        given, asked = regions_config.rate_limit, regions_config.connections
         wanted = LIMIT * link.rate / 8
         if self.is_group:
             self.limit, self.connections = link.goodput, 1
         else:
             self.limit = wanted if given is None else min(given * 1e6 / 8, wanted)
             self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
-        self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
-        self._courses: dict[tuple[str, float], Course] = {}
-        self._conversations: dict[str, tuple[int, bool]] = {}
 
     @property
     def is_group(self) -> bool:
@@ -132,12 +139,22 @@ class Subject:
             )
             land_s = self.speeds.landing(method) * fragment.numel
             works.append(Work([Cargo(num_bytes)], self.speeds.send * fragment.numel, land_s))
-        line = TcpLine(self.link, self.connections, self.regions - 1, self.limit, codes)
+        line = self._line(codes)
         rhythm = self._rhythm(method.schedule, shown, works, line, late)
         return course(rhythm, works, line, self.step_s, late)
 
+    def _line(self, codes: dict[int, Codes]) -> TcpLine | StorageLine:
+        if isinstance(self.link, StorageFigures):
+            return StorageLine(self.link, self.regions, self.limit, codes)
+        return TcpLine(self.link, self.connections, self.regions - 1, self.limit, codes)
+
     def _rhythm(
-        self, schedule: Schedule, shown: Mapping[str, Any], works: Sequence[Work], line: TcpLine, late: float
+        self,
+        schedule: Schedule,
+        shown: Mapping[str, Any],
+        works: Sequence[Work],
+        line: TcpLine | StorageLine,
+        late: float,
     ) -> Rhythm:
         """When a method sends. One that follows the link does so by the time of a transfer once connections are warm."""
         interval, overlap = int(shown["sync_interval"]), shown.get("overlap_steps", 0)

@@ -1,18 +1,21 @@
 """The plan as a table, and in words."""
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...auto import warnings_of
+from ...net.mailbox import gap_s
 from ...resolve import settings
 from ...settings import OuterConfig
 from ..bench.report import BenchReport, Row
-from .choice import CHOSEN, foremost
+from .choice import foremost, written_out
 from .course import Course
 from .forecast import Forecast, Subject
 from .money import NONE, Cost, Prices, cost
+from .storages import StorageFigures
 from .transfers import LATE, MARGIN, MSS, MTU
 
 _WIDTH = 100
@@ -22,7 +25,7 @@ _NOTES = (
     "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. stale: most inner steps between a "
     "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
-    "The utilization that a run reports counts as used all time in which it does not wait, sends and landings too. "
+    "The utilization that a run reports is the same, but evaluation and saving count as used there. "
     "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
     "time: of training.max_steps inner steps, with waiting, sends and landings (with --json in seconds). Evaluation, saving, and "
     "the round that closes the run are not in it.",
@@ -49,7 +52,6 @@ def report(
     prices: Prices = NONE,
 ) -> BenchReport:
     """The table of a plan: settings for each method and codec, and data-parallel training."""
-    link = subject.link
     parallel = subject.data_parallel()
     rows = [
         {
@@ -77,10 +79,7 @@ def report(
         "parameters": subject.num_params,
         "regions": subject.regions,
         "link": subject.carrier,
-        "rtt_ms": 1e3 * link.rtt_s,
-        "rate_mbit": link.rate / 1e6,
-        "loss": link.loss,
-        "congestion": link.congestion,
+        **subject.link.setting(),
         "step_s": subject.step_s,
         "steps": subject.steps,
         "target": target,
@@ -94,7 +93,7 @@ def report(
         "time": duration,
         **dict.fromkeys(("net $", "$", "net $/1k", "$/1k"), dollars),
     }
-    return BenchReport("plan", setting, rows, _wrapped(notes), formats)
+    return BenchReport("plan", setting, rows, wrapped(notes), formats)
 
 
 def short(whole: BenchReport, forecasts: Sequence[Forecast], recipe: OuterConfig) -> BenchReport:
@@ -105,7 +104,7 @@ def short(whole: BenchReport, forecasts: Sequence[Forecast], recipe: OuterConfig
         return whole
     rows = [row for row, each in zip(whole.rows, forecasts, strict=False) if each in shown]
     note = f"{left_out} more combinations of a method and a codec reach the target: --all shows them, --json has them."
-    return dataclasses.replace(whole, rows=[*rows, whole.rows[-1]], notes=[*whole.notes, *_wrapped([note])])
+    return dataclasses.replace(whole, rows=[*rows, whole.rows[-1]], notes=[*whole.notes, *wrapped([note])])
 
 
 def _figures(course: Course, subject: Subject, prices: Prices) -> dict[str, Any]:
@@ -161,14 +160,14 @@ def in_words(
 ) -> list[str]:
     """What to do: the settings of the recipe's method, and what they are expected to cost."""
     if chosen is None:
-        return _wrapped(
+        return wrapped(
             [
                 f"With method {method} no settings use {target:.0%} of the time. Take another method of the table "
                 "(--set outer.method=...), more steps, a faster link, or a lower --target."
             ]
         )
     course = chosen.course
-    interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
+    interval = int(settings(subject.recipe.outer)["sync_interval"])
     lines = [
         f"settings: {in_script(chosen)}",
         *_link_in_words(subject),
@@ -180,11 +179,17 @@ def in_words(
         *(f"warning: {each}" for each in warnings_of(chosen.config, subject.steps)),
         *loss(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
-    return _wrapped(lines)
+    return wrapped(lines)
 
 
 def _link_in_words(subject: Subject) -> list[str]:
     """What carries payloads, and the settings that suit it."""
+    if isinstance(subject.link, StorageFigures):
+        look_s = gap_s(math.inf, subject.link.read_s, subject.link.is_near)
+        return [
+            f"link: a storage. After a pause, a region finds within {look_s:.2g} s what another one has written. Its owner may "
+            "charge requests, too: the log of a run says how many."
+        ]
     if not subject.is_group:
         limit = f"regions: RegionConfig(connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g})"
         return [f"link: tcp ({subject.why}).", limit]
@@ -225,16 +230,14 @@ def _margin_in_words(chosen: Forecast, subject: Subject) -> list[str]:
 
 def in_script(forecast: Forecast) -> str:
     """Its settings as a script gives them: an argument for each that the recipe or the plan has chosen."""
-    chosen = {name: forecast.shown[name] for name in CHOSEN if name in forecast.shown}
-    named = {**chosen, **forecast.config.given(), **chosen}
-    return f"OuterConfig({', '.join(f'{name}={value!r}' for name, value in named.items())})"
+    return f"OuterConfig({', '.join(f'{name}={value!r}' for name, value in written_out(forecast).items())})"
 
 
 def _steps(count: int) -> str:
     return f"{count} inner step" if count == 1 else f"{count} inner steps"
 
 
-def _wrapped(lines: Sequence[str]) -> list[str]:
+def wrapped(lines: Sequence[str]) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)]
 
 

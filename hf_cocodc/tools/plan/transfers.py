@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...net.pairs import MAX_CONNECTIONS, connections_for
 from .course import Cargo, Carried
@@ -43,6 +43,15 @@ class LinkFigures:
     def goodput(self) -> float:
         """Payload bytes per second at the full rate."""
         return self.rate / 8 * MSS / MTU
+
+    def setting(self) -> dict[str, Any]:
+        """The figures as a plan shows them."""
+        return {
+            "rtt_ms": 1e3 * self.rtt_s,
+            "rate_mbit": self.rate / 1e6,
+            "loss": self.loss,
+            "congestion": self.congestion,
+        }
 
     @property
     def window_of_loss(self) -> float:

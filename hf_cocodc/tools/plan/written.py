@@ -1,16 +1,19 @@
 """Writes the recipe of a plan, and reads what `bench link` has measured."""
 
 import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, short
+from ...net.mailbox import PIECE, PIECES
 from ...settings.reading import override_key, read_recipe, yaml_of
 from ...settings.recipe import Recipe
+from ..bench import storage
 from ..bench.report import read
-from .choice import CHOSEN
+from .choice import written_out
 from .forecast import Forecast, Subject
 from .transfers import MSS, MTU
 
@@ -38,10 +41,10 @@ def recipe_of(
     given = chosen.config.given()
     kept = {name: getattr(chosen.config, name) for name in outer if name not in given}
     kept = {name: value for name, value in kept.items() if value is not None}
-    shown = {name: chosen.shown[name] for name in CHOSEN if name in chosen.shown}
-    content["outer"] = {"method": chosen.config.method, **kept, **given, **shown}
+    content["outer"] = {"method": chosen.config.method, **kept, **written_out(chosen)}
     rate_limit = float(f"{subject.limit * 8 / 1e6:.4g}")
-    of_tcp = {} if subject.is_group else {"connections": subject.connections, "rate_limit": rate_limit}
+    is_tcp = subject.carrier == "tcp"
+    of_tcp = {"connections": subject.connections, "rate_limit": rate_limit} if is_tcp else {}
     content["regions"] = {**(content.get("regions") or {}), "count": subject.regions, **of_tcp}
     Recipe.from_dict(content)
     base = os.path.relpath(path, out.parent) if Path(path).is_file() else os.fspath(path)
@@ -67,23 +70,44 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 def link_of(path: Path) -> dict[str, float]:
     """What a file of `bench link --json` says about the link: `rtt_ms`, that of the network alone as `network_rtt_ms`, and
-    `rate_mbit` of a region to all others together.
+    `rate_mbit` of a region to all others together. About a storage: `write_ms`, `read_ms`, `delete_ms`, `up_mbit`, `down_mbit`
+    and `is_near`, 1 for a folder.
 
-    The rate is that of the fastest transfer without its round trip, with headers. Raises InputError if the file cannot be
-    read, or holds no such measurement.
+    Rates are without the round trip of the fastest transfer, with headers; of a storage, without its requests. Raises InputError
+    if the file cannot be read, or holds no such measurement.
     """
     try:
-        [report] = [each for each in read(path) if each["title"] == _LINK_TITLE]
-        fastest = min(report["rows"], key=lambda row: row["seconds"])
-        rtt_s = float(fastest["RTT ms"]) / 1e3
-        rest_s = max(float(fastest["seconds"]) - rtt_s, float(fastest["seconds"]) / 10)
-        network_ms = report["setting"].get("network_rtt_ms")
-        network_s = rtt_s if network_ms is None else float(network_ms) / 1e3
-        rate = float(fastest["MB sent"]) * 8 / rest_s * MTU / MSS
+        [report] = [each for each in read(path) if each["title"] in (_LINK_TITLE, storage.TITLE)]
+        return _storage_of(report) if report["title"] == storage.TITLE else _network_of(report)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--link {short(path)} cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"--link {short(path)} holds no measurement of a link. Make it with: hf-cocodc bench link --json {short(path)}."
         ) from error
+
+
+def _network_of(report: Mapping[str, Any]) -> dict[str, float]:
+    fastest = min(report["rows"], key=lambda row: row["seconds"])
+    rtt_s = float(fastest["RTT ms"]) / 1e3
+    rest_s = max(float(fastest["seconds"]) - rtt_s, float(fastest["seconds"]) / 10)
+    network_ms = report["setting"].get("network_rtt_ms")
+    network_s = rtt_s if network_ms is None else float(network_ms) / 1e3
+    rate = float(fastest["MB sent"]) * 8 / rest_s * MTU / MSS
     return {"rtt_ms": 1e3 * rtt_s, "network_rtt_ms": 1e3 * network_s, "rate_mbit": rate}
+
+
+def _storage_of(report: Mapping[str, Any]) -> dict[str, float]:
+    took_s = {row["what"]: float(row["median ms"]) / 1e3 for row in report["rows"]}
+    megabytes = float(report["setting"]["megabytes"])
+    turns = math.ceil(megabytes * 1e6 / PIECE / PIECES)
+
+    def rate(what: str, request: str) -> float:
+        return megabytes * 8 / max(took_s[what] - turns * took_s[request], took_s[what] / 10)
+
+    return {
+        **{f"{what}_ms": 1e3 * took_s[what] for what in (storage.WRITE, storage.READ, storage.DELETE)},
+        "up_mbit": rate(storage.UP, storage.WRITE),
+        "down_mbit": rate(storage.DOWN, storage.READ),
+        "is_near": float(report["setting"]["is_near"]),
+    }

@@ -115,22 +115,26 @@ def _described(axis: Any) -> str:
 
 
 def losses(runs: Sequence[RunRecord]) -> list[Picture]:
-    """The losses of runs against steps, tokens, bytes and time."""
-    wanted = [0, *([1] if any(run.tokens(1) is not None for run in runs) else []), 2]
-    wanted += [3] if any(run.has_times for run in runs) else []
-    return [_chart(lambda axis, which=which: draw_losses(axis, runs, which)) for which in wanted]  # type: ignore[misc]
+    """The losses of runs against steps, tokens, bytes and time, as far as journals have them."""
+    wanted = range(4 if any(run.has_times for run in runs) else 3)
+    made = [_chart(lambda axis, which=which: draw_losses(axis, runs, which)) for which in wanted]  # type: ignore[misc]
+    return [each for each in made if each is not None]
 
 
 def of_run(run: RunRecord, *draws: Draw) -> list[Picture]:
-    """Charts of a run, each by itself."""
-    return [_chart(lambda axis, draw=draw: draw(axis, run)) for draw in draws]  # type: ignore[misc]
+    """Charts of a run, each by itself, without those that have nothing to show."""
+    made = [_chart(lambda axis, draw=draw: draw(axis, run)) for draw in draws]  # type: ignore[misc]
+    return [each for each in made if each is not None]
 
 
-def _chart(draw: Callable[[Any], None]) -> Picture:
+def _chart(draw: Callable[[Any], None]) -> Picture | None:
+    """A chart; None if nothing is drawn in it."""
     with _drawing() as figure:
         made = figure(_LOW, _NARROW)
         axis = made.subplots()
         draw(axis)
+        if not axis.has_data():
+            return None
         handles, labels = axis.get_legend_handles_labels()
         named = dict(zip(labels, handles, strict=True))
         if named:
@@ -287,19 +291,9 @@ def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
                 *zip(*line, strict=True), label=label, color=dark, marker=marker, ms=3.5, lw=1.4, zorder=5
             )
     axis.set_xlabel(unit.label if which == 3 else AXES[which])
-    if not axis.lines:
-        axis.set(xticks=[], yticks=[])
-        axis.text(
-            0.5, 0.5, "no losses yet", transform=axis.transAxes, ha="center", va="center", color="#7a7a7a"
-        )
-    elif which in (1, 2):
+    if which in (1, 2):
         axis.xaxis.set_major_formatter(EngFormatter("B" if which == 2 else ""))
     plain(axis, "loss (nats per token)")
-
-
-def has_learning_rates(run: RunRecord) -> bool:
-    """Whether a journal names one."""
-    return any(figure(e, "learning_rate") is not None for j in run.journals for e in j.events)
 
 
 def draw_learning_rates(axis: Any, run: RunRecord) -> None:
@@ -315,20 +309,21 @@ def draw_learning_rates(axis: Any, run: RunRecord) -> None:
     plain(axis, "learning rate")
 
 
+def utilization(story: Story, edges: np.ndarray) -> np.ndarray:
+    """The % of the time that no send and no landing held a region, as `outer/compute_utilization`; NaN where it was away."""
+    by_activity = shares(story, edges)
+    there = sum(by_activity.values())
+    held = sum(
+        by_activity[each] for each in (Activity.FOR_A_REGION, Activity.FOR_THE_LINK, Activity.HANDLING)
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(there > 0.05, 100 * (1 - held / there), np.nan)
+
+
 def draw_utilization(axis: Any, run: RunRecord) -> None:
-    """The share of the time that each region did not wait for the link or for other regions."""
-    unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
-    for place, story in enumerate(run.stories):
-        by_activity = shares(story, edges)
-        there = sum(by_activity.values())
-        waiting = by_activity[Activity.FOR_A_REGION] + by_activity[Activity.FOR_THE_LINK]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where(there > 0.05, 100 * (1 - waiting / there), np.nan)
-        axis.plot(
-            _middles(edges) / unit.seconds, share, lw=1.2, label=f"region {story.region}", **style(place)
-        )
+    """`utilization` of each region over time."""
+    _over_time(axis, run, utilization, width=1.2)
     axis.set_ylim(-3, 103)
-    axis.set_xlabel(unit.label)
     plain(axis, "utilization (%)")
 
 
@@ -336,14 +331,8 @@ def draw_bandwidth(axis: Any, run: RunRecord) -> None:
     """What each region sent."""
     from matplotlib.ticker import EngFormatter
 
-    unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
-    for place, story in enumerate(run.stories):
-        rate = 8 * sent_over(story, edges) / np.diff(edges)
-        axis.plot(
-            _middles(edges) / unit.seconds, rate, lw=0.9, label=f"region {story.region}", **style(place)
-        )
+    _over_time(axis, run, lambda story, edges: 8 * sent_over(story, edges) / np.diff(edges), width=0.9)
     axis.set_ylim(bottom=0)
-    axis.set_xlabel(unit.label)
     axis.yaxis.set_major_formatter(EngFormatter())
     plain(axis, "sent (bits per second)")
 
@@ -399,6 +388,19 @@ def draw_norms(axis: Any, run: RunRecord) -> None:
     plain(axis, "norm of the outer gradient")
 
 
+def draw_cosines(axis: Any, run: RunRecord) -> None:
+    """The mean cosine between the outer gradients of the regions, which is equal in all journals."""
+    landings = [each for journal in run.journals for each in journal.events if each["kind"] == "land"]
+    found = [(float(each["sent_at"]), figure(each, "cosine")) for each in landings]
+    points = sorted({step: cosine for step, cosine in found if cosine is not None}.items())
+    _lines(axis, [points], None, {"color": "#000000", "ls": "-"})
+    if points:
+        axis.axhline(0, color="#888888", lw=0.6)
+    axis.set_ylim(min([-0.05, *(cosine for _, cosine in points)]), 1)
+    axis.set_xlabel("inner step of the send")
+    plain(axis, "cosine between regions")
+
+
 def _norms_of(run: RunRecord, region: int) -> Points:
     """The norms of one region's outer gradients, from the landings in any journal."""
     by_transfer: dict[tuple[int, int], float] = {}
@@ -434,8 +436,15 @@ def _lines(
         axis.plot(xs[:-1], ys[:-1], marker=marker, ms=4, label=label, **{"lw": 1.1, **look})
 
 
-def _middles(edges: np.ndarray) -> np.ndarray:
-    return (edges[1:] + edges[:-1]) / 2
+def _over_time(
+    axis: Any, run: RunRecord, value: Callable[[Story, np.ndarray], np.ndarray], width: float
+) -> None:
+    """A line for each region: `value` of its story between each two edges of the axis of time."""
+    unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
+    middles = (edges[1:] + edges[:-1]) / 2 / unit.seconds
+    for place, story in enumerate(run.stories):
+        axis.plot(middles, value(story, edges), lw=width, label=f"region {story.region}", **style(place))
+    axis.set_xlabel(unit.label)
 
 
 def plain(axis: Any, ylabel: str) -> None:

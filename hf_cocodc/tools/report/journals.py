@@ -1,7 +1,6 @@
 """Finds the journals of runs in folders that people name, and reads them, also damaged ones and those of a run that trains."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +17,6 @@ MOST_NUMBER = 1e30
 NAME = "journal.jsonl"
 _MOST_NAMED = 20
 """Most damaged lines of a journal that are named."""
-_UNKNOWN = 0
-"""The number of regions in a journal whose `start` is damaged."""
 
 
 def figure(event: Event, name: str) -> float | None:
@@ -41,7 +38,6 @@ class RegionJournal:
         events: in order; the first is a start or a resume.
         given_up: events of inner steps that were made again after a resume, one list per resume.
         damaged: a sentence for each unreadable line, or for the first of many.
-        num_damaged: how many lines are unreadable.
     """
 
     path: Path
@@ -49,7 +45,6 @@ class RegionJournal:
     events: Events
     given_up: list[Events] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-    num_damaged: int = 0
 
     @cached_property
     def start(self) -> dict[str, Any]:
@@ -96,34 +91,21 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def read_journal(path: Path) -> RegionJournal | None:
-    """Read a journal, and what was given up before its resumes; None if no line is readable. Damaged ones are named, not used.
-
-    Raises:
-        InputError: the file cannot be read, or nothing says of which region it is.
+    """Read a journal, and what was given up before its resumes; None if no `start` or `resume` is readable, without which nobody
+    knows of which region and run the other lines are. Damaged lines are named, not used. Raises InputError if the file cannot be
+    read.
     """
     lines, damaged = _lines(path)
     events, given_up = of_newest(lines)
-    if not events:
-        return None
     first = next((place for place, event in enumerate(events) if event["kind"] in BEGINNINGS), None)
     if first is None:
-        named = re.search(r"region-(\d{1,5})$", str(path.parent.parent))
-        if named is None:
-            raise InputError(
-                f"{short(path)} has no line that says of which region it is (its `start` is damaged or missing). Put it into "
-                f"region-N/cocodc/{NAME}, where N is the number of the region."
-            )
-        region = int(named[1])
-        num_fragments = 1 + max((event["fragment"] for event in events if event["kind"] == "send"), default=0)
-        start = {"region": region, "num_regions": _UNKNOWN, "num_fragments": num_fragments, "run": ""}
-        outer = {"method": "unknown"}
-        first, events = 0, [{**events[0], "kind": "start", **start, "outer": outer}, *events]
+        return None
     events = events[first:]
     region = events[0]["region"]
     named_lines = damaged[:_MOST_NAMED]
     if damaged[_MOST_NAMED:]:
         named_lines.append(f"{short(path)}: {len(damaged) - _MOST_NAMED} more lines are damaged")
-    return RegionJournal(path, region, events, given_up, named_lines, len(damaged))
+    return RegionJournal(path, region, events, given_up, named_lines)
 
 
 def _lines(path: Path) -> tuple[Events, list[str]]:
@@ -143,8 +125,3 @@ def _lines(path: Path) -> tuple[Events, list[str]]:
         else:
             damaged.append(f"{short(path)}, line {number}: {wrong}")
     return events, damaged
-
-
-def unreadable(journals: Sequence[RegionJournal]) -> list[str]:
-    """The sentences about damaged lines of several journals."""
-    return [sentence for journal in journals for sentence in journal.damaged]

@@ -40,7 +40,10 @@ def changes(runs: Sequence[Events]) -> list[MemberChange]:
     """
     epoch = -1
     goes = {
-        (event["epoch"], event["region"]): event["kind"] for run in runs for event in run if _is_exit(event)
+        (event["epoch"], event["region"]): event["kind"]
+        for run in runs
+        for event in run
+        if event["kind"] in ("late", "left")
     }
     notices = sorted(
         (each for run in runs for each in _notices(run)),
@@ -90,7 +93,7 @@ def num_regions(runs: Sequence[Events], history: Sequence[MemberChange]) -> int:
         goes_on = any(event["kind"] == "epoch" for run in runs for event in run)
         return len(history[0 if goes_on else -1].members)
     newest = [next(event for event in reversed(run) if event["kind"] in BEGINNINGS) for run in runs]
-    return max(max(start["num_regions"], 1 + start["region"]) for start in newest)
+    return max(start["num_regions"] for start in newest)
 
 
 def attended(runs: Sequence[Events], history: Sequence[MemberChange]) -> Sequence[MemberChange]:
@@ -118,15 +121,27 @@ def spans(history: Sequence[MemberChange], end: int) -> dict[int, list[tuple[int
     return there
 
 
+def losses(history: Sequence[MemberChange]) -> str:
+    """How often a region was lost, or left behind because it was late, and how often one came back; empty if none was lost.
+
+    >>> begin, loss = MemberChange(0, (0, 1, 2)), MemberChange(310, (0, 1), "region 2 lost")
+    >>> losses([begin, loss, MemberChange(480, (0, 1, 2), "region 2 back")]), losses([begin])
+    ('1 of a region, 1 return', '')
+    """
+    ends = [words.rpartition(" ")[2] for change in history for words in change.why.split(", ")]
+    lost, back = ends.count("lost") + ends.count("late"), ends.count("back")
+    return f"{lost} of a region, {back or 'no'} return{'s' * (back != 1)}" if lost else ""
+
+
 def sentence(history: Sequence[MemberChange]) -> str:
-    """How many regions took part, and each change of their number.
+    """How many regions took part, and each change of their number; empty if it did not change.
 
     >>> begin, loss = MemberChange(0, (0, 1, 2)), MemberChange(310, (0, 1), "region 2 lost")
     >>> sentence([begin, loss, MemberChange(480, (0, 1, 2), "region 2 back")])
     '3, 2 from step 310 to 480 (region 2 lost), 3 from step 480 (region 2 back)'
     """
-    if len(history) == 1:
-        return f"{len(history[0].members)} throughout"
+    if len(history) < 2:
+        return ""
     words = []
     shown = history[: MOST_CHANGES + 1]
     for place, change in enumerate(shown):
@@ -136,10 +151,6 @@ def sentence(history: Sequence[MemberChange]) -> str:
     if len(history) > len(shown):
         words.append(f"and {len(history) - len(shown)} more, {len(history[-1].members)} at the end")
     return ", ".join(words)
-
-
-def _is_exit(event: Mapping[str, Any]) -> bool:
-    return event["kind"] in ("late", "left")
 
 
 def _notices(run: Events) -> Iterator[_Notice]:

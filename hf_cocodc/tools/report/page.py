@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...errors import InputError
 from . import charts, timeline
 from .charts import Picture
-from .journals import unreadable
 from .runs import RunRecord
 from .spending import longest_waits, spent, union
 from .summary import summarize
@@ -20,6 +18,9 @@ from .waits import Activity
 _MOST_TEXT = 300
 _MOST_WAITS = 12
 _MOST_SETTINGS = 400
+_MOST_DEALS = 20
+_NOT_DEALT = "With `regions.balance: auto` the regions share the global batch by their speeds."
+_DEALT = "Smaller micro-batches, and more of them (`gradient_accumulation_steps`), can be dealt more evenly."
 _MUCH = 0.1
 """A share of a region's time from which on something is worth a word of advice."""
 
@@ -45,31 +46,21 @@ class Block:
     folded: str = ""
 
 
-@dataclass(frozen=True)
-class ReportSection:
-    """A heading of the page, and what stands under it."""
-
-    title: str
-    blocks: Sequence[Block]
-
-
 def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -> str:
-    """The report of runs, side by side. Raises InputError if a package for pictures or pages is not installed.
+    """The report of runs, side by side. Raises InputError if matplotlib is not installed.
 
     `window` is the seconds from and to which transfers are drawn; by default the parts that are worth a look.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise InputError("a report needs jinja2. Run `pip install 'hf-cocodc[plots]'`.") from error
+    from jinja2 import Environment, StrictUndefined
+
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"said": _said, "prose": _prose}
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
-    sections = [ReportSection("Loss", _losses(runs))]
+    sections = [("Loss", _losses(runs))]
     for run in runs:
         suffix = f": {run.name}" if len(runs) > 1 else ""
-        sections += [ReportSection(title + suffix, blocks) for title, blocks in _of_run(run, window)]
-    sections.append(ReportSection("Settings and versions", _settings(runs)))
+        sections += [(title + suffix, blocks) for title, blocks in _of_run(run, window)]
+    sections.append(("Settings and versions", _settings(runs)))
     return template.render(
         title=_said(", ".join(run.name for run in runs)),
         headline="; ".join(_headline(run) for run in runs),
@@ -116,8 +107,8 @@ def _advice(run: RunRecord, name: str) -> list[str]:
         elif what.startswith("waiting for region"):
             late = what.removeprefix("waiting for ")
             advice.append(
-                f"{name}region {region} waited for {late} for {100 * share:.0f} % of its time. Give {late} less work per step: a "
-                "smaller batch, with `may_differ: batch` in the regions and `weights: tokens`."
+                f"{name}region {region} waited for {late} for {100 * share:.0f} % of its time. "
+                + (_since_the_last_deal(run, region, int(late.split()[-1])) if run.deals else _NOT_DEALT)
             )
         elif what == Activity.HANDLING.value:
             advice.append(
@@ -131,6 +122,19 @@ def _advice(run: RunRecord, name: str) -> list[str]:
                 f"{name}region {story.region} was not there for {100 * share:.0f} % of the time of the run."
             )
     return advice
+
+
+def _since_the_last_deal(run: RunRecord, region: int, late: int) -> str:
+    """How much of its time a region has waited for a late one since the global batch was last dealt, and what helps."""
+    step = run.deals[-1].step
+    story = next(each for each in run.stories if each.region == region)
+    after = [flight for flight in story.flights if (flight.landed_at or 0) > step and flight.last == late]
+    begin = max(
+        (f.landed for f in story.flights if f.landed is not None and (f.landed_at or 0) <= step), default=0.0
+    )
+    share = sum(flight.late_s for flight in after) / max(story.end - begin, 1e-9)
+    words = f"Since the last deal of the global batch (step {step:,}), that was {100 * share:.0f} %."
+    return words if share < _MUCH else f"{words} {_DEALT}"
 
 
 def _seconds(spans: Iterable[tuple[float, float]]) -> float:
@@ -150,8 +154,7 @@ def _headline(run: RunRecord) -> str:
 
 def _problems(runs: Sequence[RunRecord]) -> list[str]:
     """What could not be read, what is missing, and errors."""
-    problems = [sentence for run in runs for sentence in unreadable(run.journals)]
-    problems += [f"{path}: no line can be read" for run in runs for path in run.empty]
+    problems = [sentence for run in runs for sentence in run.unreadable]
     for run in runs:
         missing = sorted(set(run.attendance) - set(run.regions))
         if missing:
@@ -181,7 +184,8 @@ def _losses(runs: Sequence[RunRecord]) -> list[Block]:
         "Training loss of each region: middle values and, of one run, a pale band from the least to the largest ones; and the "
         "held-out loss of the evaluated weights. Tokens are those of all regions; bytes are what one region had sent."
     )
-    return [Block(about=about, charts=charts.losses(runs))]
+    pictures = charts.losses(runs)
+    return [Block(about=about if pictures else "There are no losses yet.", charts=pictures)]
 
 
 def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
@@ -194,11 +198,8 @@ def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tupl
         "Staleness and transfers",
         [Block(about=bands, charts=charts.of_run(run, charts.draw_staleness, *wire))],
     )
-    rates = [charts.draw_learning_rates] if charts.has_learning_rates(run) else []
-    yield (
-        "Outer gradients" + " and learning rate" * bool(rates),
-        [Block(charts=charts.of_run(run, charts.draw_norms, *rates))],
-    )
+    of_steps = charts.draw_norms, charts.draw_cosines, charts.draw_learning_rates
+    yield "Outer gradients and learning rate", [Block(charts=charts.of_run(run, *of_steps))]
 
 
 def _of_times(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
@@ -210,7 +211,7 @@ def _of_times(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tu
     shown = timeline.windows(run)
     if window is not None:
         shown = [timeline.Window(f"From {window[0]:g} s to {window[1]:g} s", *window)]
-    blocks = [Block(about=strips, wide=charts.strips(run)), *_lost(run)]
+    blocks = [Block(about=strips, wide=charts.strips(run)), *_lost(run), *_deals(run)]
     transfers = (
         "The thick bar of a region is its training. Thin bars below it are its transfers, with the numbers of their fragments: "
         "from the send, until all regions are there, until the mean is here, to the landing."
@@ -221,7 +222,7 @@ def _of_times(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tu
     blocks += [Block(title=each.title, wide=charts.transfers(run, each)) for each in shown]
     yield "Who waited for whom", [*blocks, *_waits(run)]
     used = (
-        "Utilization is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count as "
+        "Utilization is the share of the time in which no send and no landing held a region. Evaluations and saves count as "
         "used; `hf-cocodc plan` counts inner steps alone."
     )
     kinds = charts.draw_utilization, charts.draw_bandwidth
@@ -232,10 +233,31 @@ def _lost(run: RunRecord) -> list[Block]:
     heads = ["seconds (share of the run)", *(f"region {story.region}" for story in run.stories)]
     rows = [[name, *(_share(each, run.end) for each in seconds)] for name, seconds in spent(run)]
     about = (
-        "A wait is for a late region as far as it would not have been, had that region sent the transfer when this one did. The "
-        "rest is for the link."
+        "Had the other region sent at the same moment as this one, a wait might have been shorter: that difference counts as "
+        "waiting for the region, and the rest as waiting for the link."
     )
     return [Block(title="What the time went into", about=about, table=Table(heads, rows))]
+
+
+def _deals(run: RunRecord) -> list[Block]:
+    """What each region got of the global batch, and why; nothing if it was never dealt."""
+    if not run.deals:
+        return []
+    shown, left_out = run.deals[-_MOST_DEALS:], max(len(run.deals) - _MOST_DEALS, 0)
+    regions = sorted({region for each in shown for region in each.samples})
+    rows = []
+    for each in shown:
+        cells = [
+            f"{each.samples[r]:,} ({each.speeds.get(r, 0):.3g}/s)" if r in each.samples else "-"
+            for r in regions
+        ]
+        rows.append([f"from step {each.step:,} on", *cells, f"{sum(each.samples.values()):,}", each.why])
+    about = (
+        "Samples in an inner step, and in parentheses the samples per second that the region had made then"
+        + (f". {left_out} earlier deals are left out." if left_out else ".")
+    )
+    heads = ["deal", *(f"region {region}" for region in regions), "all", "why"]
+    return [Block(title="How the global batch was dealt", about=about, table=Table(heads, rows))]
 
 
 def _share(seconds: float, total: float) -> str:

@@ -1,7 +1,6 @@
 """Runs: the journals of their regions on one axis of time, from which every figure and picture of a run is made."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
+from .deals import DealRecord, deals, samples_in
 from .journals import NAME, Event, Events, RegionJournal, figure, find, read_journal
 from .members import MemberChange, attended, changes, num_regions, own_absences, spans
 from .waits import Story, arrival_of, blame, sections, story_of
@@ -49,29 +49,36 @@ def _without(spans: Sequence[tuple[int, int]], since: int, until: int) -> list[t
     return [(a, b) for a, b in parts if a < b]
 
 
-def tokens_at(step: int, starts: Mapping[int, Mapping[str, Any]], trained: Spans) -> int | None:
+def tokens_at(
+    step: int,
+    starts: Mapping[int, Mapping[str, Any]],
+    trained: Spans,
+    dealt: Sequence[DealRecord] = (),
+) -> int | None:
     """Tokens on which all regions together had trained at an inner step; None if no journal says how many a step has.
 
-    `starts` has the start of each region's journal; a region without one is taken to have as many tokens as another.
+    `starts` has the start of each region's journal; a region without one is taken to have as many tokens as another. `dealt`: how
+    the global batch was.
     """
-    rates = {region: _per_step(start) for region, start in starts.items()}
-    usual = next((rate for rate in rates.values() if rate), None)
+    batches = {region: _batch(start) for region, start in starts.items()}
+    usual = next((batch for batch in batches.values() if batch), None)
     if usual is None:
         return None
-    return sum(
-        (rates.get(region) or usual) * max(min(step, until) - since, 0)
-        for region, spans in trained.items()
-        for since, until in spans
-    )
+    total = 0
+    for region, parts in trained.items():
+        own, length = batches.get(region) or usual
+        total += length * sum(
+            samples_in(region, since, max(min(step, until), since), own, dealt) for since, until in parts
+        )
+    return total
 
 
-def _per_step(start: Mapping[str, Any]) -> int | None:
-    """Tokens of a region in an inner step; None if unknown."""
+def _batch(start: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Samples of a region in an inner step by its own settings, and tokens of each; None if unknown."""
     training: Mapping[str, Any] = start.get("training", {})
-    known = [training.get(name) for name in ("batch", "data.block_size")]
-    if not all(type(each) is int and 0 < each < 2**31 for each in known):
-        return None
-    return math.prod(known)  # type: ignore[arg-type]
+    batch, length = (training.get(name) for name in ("batch", "data.block_size"))
+    known = all(type(each) is int and 0 < each < 2**31 for each in (batch, length))
+    return (batch, length) if known else None  # type: ignore[return-value]
 
 
 @dataclass
@@ -85,7 +92,7 @@ class RunRecord:
         has_times: whether a clock ran: measured, or simulated.
         found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
         outside: journals of processes that were to join the run and have not come in; not part of the run.
-        empty: journals without a readable line.
+        empty: journals without a readable start.
     """
 
     name: str
@@ -148,10 +155,21 @@ class RunRecord:
                 active[journal.region] = _without(active.get(journal.region, ()), left_at, back_at)
         return active
 
+    @cached_property
+    def deals(self) -> list[DealRecord]:
+        """How the global batch was dealt, in order."""
+        return deals(self._events)
+
+    @property
+    def unreadable(self) -> list[str]:
+        """A sentence about each damaged line, and about each journal that cannot be read."""
+        damaged = [sentence for journal in self.journals for sentence in journal.damaged]
+        return damaged + [f"{short(path)}: no start of a run can be read" for path in self.empty]
+
     def tokens(self, step: int) -> int | None:
         """Tokens on which all regions together had trained at an inner step; None if unknown."""
         starts = {journal.region: journal.start for journal in self.journals}
-        return tokens_at(step, starts, self.trained)
+        return tokens_at(step, starts, self.trained, self.deals)
 
     def times_of(self, kind: str) -> Iterator[float]:
         """When events of a kind happened, on the common axis."""
@@ -179,27 +197,29 @@ def load(folders: Sequence[Path]) -> list[RunRecord]:
         empty = [path for path, journal in read if journal is None]
         if not journals:
             raise InputError(
-                f"{short(paths[0])} has no line that can be read. Name the folder of another run."
+                f"{short(paths[0])} has no start of a run that can be read. Name the folder of another run."
             )
         _refuse_mixture(folder, journals)
+        regions, names = {journal.region for journal in journals}, names_of(journals)
         for _, others, more in groups:
-            if _belong_together(others, journals):
+            # other regions of the same run
+            if not regions & {journal.region for journal in others} and names & names_of(others):
                 others += journals
                 more += empty
                 break
         else:
             groups.append((_name(folder), journals, empty))
-    names = [name for name, _, _ in groups]
-    if len(set(names)) < len(names):
-        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    return [run_of(name, group[1], group[2]) for name, group in zip(names, groups, strict=True)]
+    titles = [title for title, _, _ in groups]
+    if len(set(titles)) < len(titles):
+        titles = [f"{title} ({number})" for number, title in enumerate(titles, 1)]
+    return [run_of(title, group[1], group[2]) for title, group in zip(titles, groups, strict=True)]
 
 
 def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> RunRecord:
-    """The run of these journals, and of its other regions' in the folder `beside`. Raises InputError if no line can be read."""
+    """The run of these journals, and of its other regions' in the folder `beside`. Raises InputError if no start can be read."""
     journals = [journal for path in paths if (journal := read_journal(path)) is not None]
     if not journals:
-        raise InputError(f"{', '.join(map(short, paths))}: no line can be read.")
+        raise InputError(f"{', '.join(map(short, paths))}: no start of a run can be read.")
     known = {path.resolve() for path in paths}
     for path in sorted(beside.glob(f"region-*/cocodc/{NAME}")) if beside is not None else ():
         if path.resolve() not in known:
@@ -235,7 +255,7 @@ def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:
         # a process that joins takes part from its first `epoch` on; one that fails before may have tried for long
         came_in = not section[0].get("joins") or any(event["kind"] == "epoch" for event in section)
         (inside if came_in else outside).extend(map(dict, section))
-    return replace(journal, events=inside), replace(journal, events=outside, damaged=[], num_damaged=0)
+    return replace(journal, events=inside), replace(journal, events=outside, damaged=[])
 
 
 def _name(folder: Path) -> str:
@@ -253,7 +273,7 @@ def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
         twin = next((each for each in journals[:place] if each.region == other.region), None)
         if twin is not None:
             first, why = twin, f"both are of region {other.region}"
-        elif (own := names_of([other])) and (known := names_of(journals[:place])) and not own & known:
+        elif not (own := names_of([other])) & (known := names_of(journals[:place])) and known:
             first = journals[0]
             why = f"the runs are {short(', '.join(sorted(known)))} and {short(', '.join(sorted(own)))}"
         else:
@@ -264,16 +284,10 @@ def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
         )
 
 
-def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJournal]) -> bool:
-    """Whether these are other regions of the same run."""
-    regions, more = ({journal.region for journal in each} for each in (some, others))
-    return not regions & more and bool(names_of(some) & names_of(others))
-
-
 def names_of(journals: Sequence[RegionJournal]) -> set[str]:
     """The numbers of their run. Regions agree on a new one each time they meet, so a resumed run has several."""
     events = (event for journal in journals for event in journal.events if event["kind"] in BEGINNINGS)
-    return {event["run"] for event in events} - {""}
+    return {event["run"] for event in events}
 
 
 _Arrivals = Mapping[tuple[int, int], float]
@@ -283,12 +297,11 @@ def offsets(journals: Sequence[RegionJournal]) -> list[list[float]]:
     """For each section of each journal, the seconds to add to its times; the earliest event is then at 0.
 
     A transfer ends in all regions within the time of one message, which is more exact than machines' clocks. Those place what
-    has no transfer in common; without them (older journals, simulated time), all regions start at the same moment, and nothing
-    passes between two processes of a region.
+    has no transfer in common; without them (simulated time), all regions start at the same moment.
     """
     arrivals = [[_arrivals(section) for section in sections(journal.events)] for journal in journals]
-    dated = all(figure(event, "at") is not None for journal in journals for event in _beginnings(journal))
-    placed = [[_by_date(s[0]) if dated else 0.0 for s in sections(j.events)] for j in journals]
+    begun = [[section[0] for section in sections(journal.events)] for journal in journals]
+    placed = [[(figure(each, "at") or each["time_s"]) - each["time_s"] for each in own] for own in begun]
     first = max(range(len(journals)), key=lambda place: sum(map(len, arrivals[place])))
     known: dict[tuple[int, int], float] = {}
     for times, shift in zip(arrivals[first], placed[first], strict=True):
@@ -307,19 +320,11 @@ def offsets(journals: Sequence[RegionJournal]) -> list[list[float]]:
             for shift, section in zip(placed[place], differences, strict=True)
         ]
     begin = min(
-        section[0]["time_s"] + shift
-        for journal, shifts in zip(journals, placed, strict=True)
-        for section, shift in zip(sections(journal.events), shifts, strict=True)
+        first["time_s"] + shift
+        for firsts, shifts in zip(begun, placed, strict=True)
+        for first, shift in zip(firsts, shifts, strict=True)
     )
     return [[shift - begin for shift in shifts] for shifts in placed]
-
-
-def _beginnings(journal: RegionJournal) -> list[Event]:
-    return [section[0] for section in sections(journal.events)]
-
-
-def _by_date(event: Event) -> float:
-    return (figure(event, "at") or 0.0) - event["time_s"]
 
 
 def _arrivals(section: Sequence[Event]) -> _Arrivals:

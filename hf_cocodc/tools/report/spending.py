@@ -27,10 +27,12 @@ def totals(events: Sequence[Event]) -> list[RegionTotals]:
     """The totals after each event.
 
     Each event says what it has added; some lines name the totals of their process, which hold more, such as broadcasts. The
-    process of a region that has come back counts from 0; one that goes on from its own checkpoint does not.
+    process of a region that has come back counts from 0; one that goes on from its own checkpoint does not. A process also
+    counts how long it waited until it was `away`: the region was not in the run then.
     """
     running: list[RegionTotals] = []
     now = before = RegionTotals()
+    away_s = 0.0
     for event in events:
         kind, named = event["kind"], figure(event, "bytes_sent")
         held_s = figure(event, "took_s" if kind in ("send", "land", "void") else "blocked_s")
@@ -38,12 +40,16 @@ def totals(events: Sequence[Event]) -> list[RegionTotals]:
         if kind in BEGINNINGS:
             before = now if named is not None and named < now.bytes_sent else RegionTotals()
             now = now._replace(bytes_sent=max(now.bytes_sent, before.bytes_sent + (named or 0.0)))
+            away_s = 0.0
+        elif kind == "away":
+            away_s += event["held_s"]
         elif kind == "log":
             by_log = before.bytes_sent + (figure(event, "outer/bytes_sent") or 0.0)
             now = now._replace(bytes_sent=max(now.bytes_sent, by_log))
         elif kind == "finish":
             now = RegionTotals(
-                max(now.bytes_sent, before.bytes_sent + (named or 0.0)), before.blocked_s + added.blocked_s
+                max(now.bytes_sent, before.bytes_sent + (named or 0.0)),
+                before.blocked_s + max(added.blocked_s - away_s, 0.0),
             )
         else:
             now = RegionTotals(now.bytes_sent + added.bytes_sent, now.blocked_s + added.blocked_s)
@@ -107,31 +113,18 @@ def spent(run: RunRecord) -> list[Row]:
 
 def _order(names: Iterable[str]) -> list[str]:
     late = sorted(name for name in names if name.startswith("waiting for region"))
-    fixed = [
-        Activity.FOR_A_REGION,
-        Activity.FOR_THE_LINK,
-        Activity.HANDLING,
-        Activity.EVALUATING,
-        Activity.SAVING,
-    ]
-    return [Activity.TRAINING.value, *late, *(each.value for each in fixed), NOT_THERE, GIVEN_UP]
+    training, *others = (activity.value for activity in Activity)
+    return [training, *late, *others, NOT_THERE, GIVEN_UP]
 
 
 def _spent(run: RunRecord, story: Story) -> dict[str, float]:
-    there = sum(end - begin for begin, end in union(story.there))
-    spending = {Activity.TRAINING.value: there}
-    late = _late(story)
-    for activity in list(Activity)[1:]:
-        spans = [span[:2] for span in story.spans if span.activity is activity]
-        seconds = sum(end - begin for begin, end in union(spans))
-        spending[Activity.TRAINING.value] -= seconds
-        if activity is Activity.FOR_A_REGION:
-            for region, share in late.items():
-                spending[f"waiting for region {region}"] = share
-                seconds -= share
-        if seconds > 1e-9:
-            spending[activity.value] = seconds
-    spending[Activity.TRAINING.value] = max(spending[Activity.TRAINING.value], 0.0)
+    whole = max(run.end, 1e-9)
+    of_whole = shares(story, np.array([0.0, whole]))
+    spending = {activity.value: whole * float(share[0]) for activity, share in of_whole.items()}
+    there = sum(spending.values())
+    for region, seconds in _late(story).items():
+        spending[f"waiting for region {region}"] = seconds
+        spending[Activity.FOR_A_REGION.value] -= seconds
     journal = run.journals[run.stories.index(story)]
     is_lost = bool(run.found) and story.region not in run.found[-1].members
     away = (run.end if is_lost else story.end) - there
@@ -140,7 +133,7 @@ def _spent(run: RunRecord, story: Story) -> dict[str, float]:
     again = sum(max(each[-1]["time_s"] - each[0]["time_s"], 0.0) for each in journal.given_up)
     if again:
         spending[GIVEN_UP] = again
-    return spending
+    return {name: seconds for name, seconds in spending.items() if seconds > 1e-9}
 
 
 def _late(story: Story) -> dict[int, float]:

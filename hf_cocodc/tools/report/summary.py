@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...run import figures
+from .deals import sentence as deal_in_words
 from .journals import Event, RegionJournal, figure
-from .members import attended, periods, sentence
+from .members import attended, losses, periods, sentence
 from .runs import RunRecord
 from .spending import totals, union
 
@@ -27,7 +28,9 @@ class Summary:
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
     `num_void` counts transfers whose mean could not be believed: not finite, or far larger than all that went into it.
-    `members` puts the changes of `num_regions` (`members.num_regions`) into words; empty if there can have been none.
+    `members` puts the changes of `num_regions` (`members.num_regions`) into words; empty if there was none.
+    `losses` counts regions that were lost, and came back; empty if none was.
+    `dealt` says how the global batch was (`deals.sentence`); empty if it never was.
     `data_parallel_bytes` is 0 for one region, or if the number of parameters is unknown.
     """
 
@@ -53,6 +56,8 @@ class Summary:
     not_counted: Sequence[str]
     members: str = ""
     num_void: int = 0
+    losses: str = ""
+    dealt: str = ""
 
     def blocked(self) -> str:
         """For how long sends and landings held training, in words."""
@@ -75,13 +80,17 @@ class Summary:
         times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
         sent = figures.sent(self.bytes_sent, self.data_parallel_bytes)
         each = "" if self.members else f" in each of {self.num_regions} region(s)"
+        least, most = min(self.outer_steps), max(self.outer_steps)
+        times_each = str(most) if least == most else f"{least} to {most}"
         void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
         rows = [
             *self._held_out(),
             ("method", self.method),
             ("inner steps", f"{self.inner_steps}{each}"),
             ("regions", self.members),
-            ("outer steps", self._outer_steps()),
+            ("losses", self.losses),
+            ("global batch", self.dealt),
+            ("outer steps", figures.outer_steps(sum(self.outer_steps), len(self.outer_steps), times_each)),
             ("tokens", "" if self.tokens is None else f"{self.tokens:,} of all regions{times}"),
             ("total time", "" if self.timing == "none" else f"{self.total_s:.1f} {self._unit}"),
             ("training blocked", self.blocked()),
@@ -115,11 +124,6 @@ class Summary:
                 ("journals", f"{journals[0]} and those of {len(journals) - 1} other regions beside it")
             ]
         return figures.lines([*self.rows(), *places])
-
-    def _outer_steps(self) -> str:
-        total, least, most = sum(self.outer_steps), min(self.outer_steps), max(self.outer_steps)
-        times = str(most) if least == most else f"{least} to {most}"
-        return figures.outer_steps(total, len(self.outer_steps), times)
 
 
 def summarize(run: RunRecord) -> Summary:
@@ -158,8 +162,10 @@ def summarize(run: RunRecord) -> Summary:
         ),
         method=describe(run.start["outer"]),
         not_counted=[words for each in events for words in _not_counted(each)],
-        members=sentence(run.found) if run.found else "",
+        members=sentence(run.found),
         num_void=void.total(),
+        losses=losses(run.found),
+        dealt=deal_in_words(run.deals),
     )
 
 

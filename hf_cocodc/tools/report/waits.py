@@ -118,7 +118,7 @@ def _tell(story: Story, section: Sequence[Event], offset: float) -> None:
     sends: dict[tuple[int, int], Event] = {}
     for event in section:
         kind = event["kind"]
-        if _is_own_join(story, event):
+        if kind == "join" and event["region"] == story.region:
             begin = begin if is_in else at(event)
             is_in = True
         elif not is_in:
@@ -134,7 +134,7 @@ def _tell(story: Story, section: Sequence[Event], offset: float) -> None:
         elif kind in ("land", "void"):
             flight = _flight(event, sends.pop((event["fragment"], event["sent_at"]), None), at)
             story.flights.append(flight)
-        elif kind in ("evaluate", "save"):
+        elif kind in ("evaluate", "save", "pull"):
             took = figure(event, "took_s") or 0.0
             doing = Activity.EVALUATING if kind == "evaluate" else Activity.SAVING
             blocked = min(figure(event, "blocked_s") or 0.0, took)
@@ -146,10 +146,6 @@ def _tell(story: Story, section: Sequence[Event], offset: float) -> None:
         story.there.append((begin, max(begin, end)))
     for (fragment, step), event in sends.items():
         story.flights.append(Flight(fragment, step, None, at(event)))
-
-
-def _is_own_join(story: Story, event: Event) -> bool:
-    return event["kind"] == "join" and event["region"] == story.region
 
 
 def _flight(event: Event, send: Event | None, at: Callable[[Event], float]) -> Flight:
@@ -195,7 +191,8 @@ def _landing(flight: Flight) -> list[Span]:
 
 
 def _spans(*spans: tuple[float, float, Activity]) -> list[Span]:
-    return [Span(*each) for each in spans if each[1] > each[0]]
+    """Those that took time, beyond what rounding leaves: journals have microseconds."""
+    return [Span(*each) for each in spans if each[1] - each[0] > 5e-7]
 
 
 def blame(stories: Sequence[Story]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import pytest
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.errors import HandshakeError, LinkError, RegionLostError
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.tools.bench import link, workers
+from hf_cocodc.tools.bench import link
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan.written import link_of
-from tests.benchmarks import gpu, interpreter
+from tests.benchmarks import gpu, interpreter, side_by_side, workers
+from tests.benchmarks.contestants import CONTESTANTS
 from tests.benchmarks.emulation import privileges
 from tests.processes.launching import ROOT
 from tests.secret import secret
@@ -116,6 +118,17 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
         (["link", "--interface", "wg0"], "--interface, --run and --secret-file need both"),
         (["link", "--run", "mine"], "--interface, --run and --secret-file need both"),
         (["link", "--coordinator", "nowhere"], "must be HOST:PORT"),
+        (
+            ["link", "--coordinator", "file:///tmp/run7", "--region", "0"],
+            "is a storage, and is measured from one end: --region does not count there",
+        ),
+        (
+            ["link", "--coordinator", "s3://bucket/run7", "--codec", "fp4"],
+            "--codec does not count there. Remove it",
+        ),
+        (["link", "--coordinator", "file:///tmp/run7", "--repeat", "0"], "--repeat 0 must be at least 1."),
+        (["link", "--coordinator", "file://host/run7"], "three slashes"),
+        (["link", "--link", "s3://bucket/run7"], "Name it as a run does: --coordinator s3://bucket/run7."),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
         (["link", "--megabytes", "1e9"], "GB of memory are free. Lower --megabytes."),
@@ -156,6 +169,36 @@ def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
     assert (alone["contestant"], ours["contestant"]) == ("no link", "DiLoCo int8 (ours)")
     assert alone["share"] == 1 and ours["share"] > 0
     assert alone["MB sent"] < 0.1 < ours["MB sent"]
+
+
+def test_a_library_that_is_not_installed_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of others stay; the sentence names the rows that go, and what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nvflare" else name)
+    chosen, [note] = side_by_side.installed(CONTESTANTS)
+    assert [each for each in CONTESTANTS if each not in chosen] == [
+        each for each in CONTESTANTS if each.by == "NVFlare"
+    ]
+    assert note == "Left out: FedOpt, Nesterov, mTLS (NVFlare). This needs `pip install nvflare==2.9.0`."
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert side_by_side.installed(CONTESTANTS) == (CONTESTANTS, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(privileges.obstacle() is not None, reason=str(privileges.obstacle()))
+@pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="NVFlare is not installed")
+def test_nvflare_trains_beside_us(tmp_path: Path) -> None:
+    """Server and sites with kits of their own: at equal tokens its FedOpt has our loss, up to rounding."""
+    rows = ["--profiles", "near", "--only", "Nesterov", "--skip", "one-sync"]
+    short = ["--seconds", "1", "--steps", "40", "--pace", "0", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.benchmarks.side_by_side", *rows, *short]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, theirs, ours = read(tmp_path / "training-2-regions-near.json")[0]["rows"]
+    assert (theirs["contestant"], ours["contestant"]) == (
+        "FedOpt, Nesterov, mTLS (NVFlare)",
+        "DiLoCo, Nesterov, encrypted (ours)",
+    )
+    assert theirs["loss at tokens"] == pytest.approx(ours["loss at tokens"], abs=0.002)
 
 
 def test_a_training_is_held_against_the_one_without_us() -> None:
@@ -232,26 +275,6 @@ def test_the_interpreters_lock_is_measured(tmp_path: Path) -> None:
     assert row["codec"] == "int8"
     assert all(row[f"{does}, s"] > 0 for does in interpreter.DOING)
     assert row["holds / sleeps"] > 0 and row["holds / computes"] > 0
-
-
-@pytest.mark.slow
-def test_faults_are_tabled(tmp_path: Path) -> None:
-    """A row of the program of tests/benchmarks: what the others see, the same bits as undisturbed. The page stays."""
-    page = ROOT / "docs" / "evidence" / "faults.md"
-    before = page.read_text(encoding="utf-8")
-    rows = ["--only", "a trailer claims", "--by", "ours"]
-    command = [sys.executable, "-m", "tests.benchmarks.faults", *rows, "--quick", "--pace", "0"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| a ")]
-    assert lines == [
-        "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1` | 0, the same bits | no API |",
-    ]
-    found = read(tmp_path / "faults.json")[0]["rows"]
-    assert [each["exit codes"] for each in found] == ["0 0 0"] * 2
-    assert page.read_text(encoding="utf-8") == before
 
 
 def test_the_ends_of_a_real_link_find_each_other() -> None:
@@ -333,14 +356,23 @@ def test_a_process_that_fails_is_named_with_its_last_words() -> None:
     assert started[0].returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("what", ["outer", "codec"])
-def test_programs_that_have_moved_are_named(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With whatever options they had; no help lists them."""
-    assert main(["bench", what, "--millions", "8", "--only", "fp32"]) == 2
-    assert f"python -m tests.benchmarks.{what} in a checkout" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    assert what not in capsys.readouterr().out
+def killed(*_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_region_of_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes from its process whole, of whatever class; one that is killed says nothing, and ends the others."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RegionLostError(1, "region 1 is silent.")
+
+    monkeypatch.setattr(link, "take_part", fail)
+    with pytest.raises(LinkError, match="region 1 is silent") as caught:
+        link._one_end(0, link.Trial(), "127.0.0.1:1", 2, None)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "region 1 is silent."
+    monkeypatch.setattr(link, "_one_end", killed)
+    with pytest.raises(LinkError, match="a process of the measurement was killed"):
+        link.measure_here(link.Trial(megabytes=0.1), 2)
 
 
 @pytest.mark.parametrize("count", ["9" * 5000, "0", "65", "four"])

@@ -25,8 +25,15 @@ def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(rows) == [*CODECS]
     shown = capsys.readouterr().out
     assert "codecs: values=1000000, repeat=1" in shown and all(name in shown for name in rows)
-    bits = {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 256, "int4": 4 + 32 / 256, "fp4": 4 + 32 / 64}
-    errors = {"fp32": 0, "bf16": 0.0017, "int8": 0.0070, "int4": 0.126, "fp4": 0.19}
+    bits = {
+        "fp32": 32,
+        "bf16": 16,
+        "int8": 8 + 32 / 256,
+        "int4": 4 + 32 / 256,
+        "fp4": 4 + 32 / 64,
+        "codebook_2bit": 2.25,
+    }
+    errors = {"fp32": 0, "bf16": 0.0017, "int8": 0.0070, "int4": 0.126, "fp4": 0.19, "codebook_2bit": 0.352}
     for name, row in rows.items():
         assert row["times smaller"] == pytest.approx(32 / row["bits per value"])
         assert row["bits per value"] == pytest.approx(bits.get(name, row["bits per value"]), rel=1e-3)
@@ -40,6 +47,6 @@ def test_only_some() -> None:
     assert [row["codec"] for row in report.rows] == ["int4", "lowrank"]
     assert report.rows[1]["bits per value"] == report.rows[0]["bits per value"], "no matrix to make smaller"
     with pytest.raises(
-        InputError, match="--only 'in8' is not a codec. Did you mean 'int8'.*Known: bf16, fp16"
+        InputError, match="--only 'in8' is not a codec. Did you mean 'int8'.*Known: bf16, codebook_2bit"
     ):
         codec.measure(1000, 1, ["int4", "in8"])

@@ -171,17 +171,17 @@ def test_an_address_and_a_port_on_which_nobody_can_listen() -> None:
 def test_a_slow_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctors_coordinator, "SLOW_S", 0.0)
     served = serve_in_thread(secrets=[KEYS])
-    lines, is_there = doctors_coordinator.reach(served.address, KEYS)
-    assert lines[1].level == WARN and "but only after" in lines[1].words and is_there
+    lines = doctors_coordinator.reach(served.address, KEYS)
+    assert lines[1].level == WARN and "but only after" in lines[1].words
     served.close()
 
 
 def test_a_coordinator_behind_a_way_on_which_large_packets_vanish() -> None:
     served = serve_in_thread()
     way = Swallowing(served.address)
-    assert doctors_coordinator.reach(served.address, None)[1]
-    lines, is_there = doctors_coordinator.reach(way.address, None, timeout_s=0.5)
-    assert lines[1].level == WRONG and not is_there
+    assert doctors_coordinator.reach(served.address, None)[1].level == OK
+    lines = doctors_coordinator.reach(way.address, None, timeout_s=0.5)
+    assert lines[1].level == WRONG
     assert lines[1].words.startswith(
         f"answers at {way.address}, but small packets pass, and large ones vanish"
     )
@@ -193,20 +193,19 @@ def test_the_coordinator_and_the_secret() -> None:
     """No coordinator, another secret, no secret far away, and a good one."""
     served = serve_in_thread(secrets=[KEYS])
     address, reach = served.address, doctors_coordinator.reach
-    lines, is_there = reach(address, KEYS)
-    assert [each.level for each in lines] == [OK, OK] and is_there
-    lines, is_there = reach(address, None)
-    assert [each.level for each in lines] == [OK, WRONG] and not is_there
+    assert [each.level for each in reach(address, KEYS)] == [OK, OK]
+    lines = reach(address, None)
+    assert [each.level for each in lines] == [OK, WRONG]
     assert "the coordinator has a secret, and the caller has none" in lines[1].words
     assert str(lines[1].command).startswith("scp 127.0.0.1:secret secret")
-    lines, is_there = reach(address, Keys.from_secret(secret("another secret of a doctor")))
+    lines = reach(address, Keys.from_secret(secret("another secret of a doctor")))
     assert [each.level for each in lines] == [OK, WRONG] and "another secret" in lines[1].words
     assert str(lines[1].command).startswith(f"hf-cocodc coordinator --host 127.0.0.1 --port {served.port}")
     served.close()
-    lines, _ = reach(address, KEYS, timeout_s=0.1)
+    lines = reach(address, KEYS, timeout_s=0.1)
     assert lines[1].level == WRONG and "no coordinator answers" in lines[1].words
     assert f"nc -vz 127.0.0.1 {served.port}" in str(lines[1].command)
-    lines, _ = reach("no-such-machine.invalid:1", KEYS, timeout_s=0.5)
+    lines = reach("no-such-machine.invalid:1", KEYS, timeout_s=0.5)
     assert (lines[1].level, lines[1].command) == (WRONG, "getent hosts no-such-machine.invalid")
     none = doctors_coordinator.secret("10.0.0.1:29650", None)
     assert none.level == WARN and none.command == doctors_coordinator.NEW_SECRET

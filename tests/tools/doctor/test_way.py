@@ -87,11 +87,7 @@ NO_GLOO = "torch 2.6.0 has no gloo on this machine"
 @pytest.mark.parametrize(
     ("settings", "more", "level", "words"),
     [
-        ({}, {"network": None}, OK, "gloo: round trips on one machine are short"),
-        ({}, {}, OK, "gloo if the other regions are as near as the coordinator (0.3 ms; gloo is for less than 2 ms)"),
-        ({}, {"network": FAR}, OK, "tcp if the other regions are as near as the coordinator (100.0 ms; "),
-        ({}, {"network": replace(FAR, rtt_s=None)}, OK, "gloo if round trips to the other regions take less than 2 ms"),
-        ({}, {"has_gpu": True}, OK, "; nccl where one launch starts all regions, and each has a GPU of its own"),
+        ({}, {}, OK, "tcp, gloo or nccl: regions choose by round trips and devices when they meet"),
         ({}, {"has_secret": True}, OK, "tcp: a secret is set, and a process group does not encrypt"),
         ({}, {"no_gloo": NO_GLOO}, OK, f"tcp: {NO_GLOO}"),
         ({"rate_limit": 90.0}, {"no_gloo": NO_GLOO}, OK, "tcp: regions.rate_limit is set"),
@@ -99,7 +95,7 @@ NO_GLOO = "torch 2.6.0 has no gloo on this machine"
         ({"congestion": "system"}, {}, OK, "tcp: regions.congestion is set"),
         ({"announce": "203.0.113.7"}, {}, OK, "tcp: regions.announce is set"),
         ({"link": "tcp"}, {"no_gloo": NO_GLOO}, OK, "tcp, by regions.link"),
-        ({"link": "gloo"}, {"network": FAR}, OK, "gloo, by regions.link: it takes any free ports between the machines"),
+        ({"link": "gloo"}, {}, OK, "gloo, by regions.link: it takes any free ports between the machines"),
         ({"link": "gloo"}, {"has_secret": True}, WARN, "does not encrypt payloads of means. Only all else is encrypted"),
         ({"link": "nccl"}, {"has_secret": True, "no_gloo": NO_GLOO}, WARN, "does not encrypt payloads of means"),
         ({"link": "gloo", "announce": "203.0.113.7"}, {}, WARN, "and not the addresses of regions.announce"),
@@ -110,7 +106,7 @@ def test_what_carries_payloads(
     settings: dict[str, Any], more: dict[str, Any], level: str, words: str
 ) -> None:
     """As far as one machine knows, with the reason; what does not suit names the link that does."""
-    known = {"network": NEAR, "has_secret": False, "has_gpu": False, "no_gloo": None} | more
+    known = {"has_secret": False, "no_gloo": None} | more
     found = way.link(RegionConfig(**settings), **known)
     assert (found.level, words in found.words) == (level, True), found
     assert (found.command == way.TCP) == (level != OK)

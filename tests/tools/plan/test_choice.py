@@ -112,11 +112,11 @@ def test_a_link_that_is_too_slow_has_no_settings() -> None:
 
 
 def test_every_method_is_tried_with_every_codec_that_it_takes() -> None:
-    """Eight codecs, or those without error feedback; what needs it has it; another method than the recipe's has its defaults."""
+    """Nine codecs, or those without error feedback; what needs it has it; another method than the recipe's has its defaults."""
     found = list(choice.variants(Recipe.load(RECIPE).outer))
     assert len(found) == len({(each.method, each.codec) for each in found})
     for method, function in METHODS.items():
-        codecs = 8 if "error_feedback" in inspect.signature(function).parameters else 4
+        codecs = 9 if "error_feedback" in inspect.signature(function).parameters else 4
         assert sum(each.method == method for each in found) == codecs, method
     assert all(each.error_feedback for each in found if each.codec in choice.LOSSY)
     assert {each.outer_lr for each in found if each.method == "diloco"} == {1.0}
@@ -209,7 +209,7 @@ def test_a_written_recipe_is_the_plan(method: str, tmp_path: Path) -> None:
     path.write_text(written.recipe_of(name, overrides, found, planned, "two\nlines", path))
     assert path.read_text().startswith("# Written by `hf-cocodc plan`:\n# two\n# lines\n\nextends: ")
     again = Recipe.load(path)
-    assert choice.settings(again.outer) == found.shown
+    assert settings(again.outer) == found.shown
     assert (again.regions.count, again.regions.rate_limit, again.training["max_steps"]) == (3, 36.0, 400)
     assert (again.model, again.outer.weights) == (recipe.model, "tokens")
 

@@ -275,6 +275,32 @@ def test_a_page_gives_advice_and_shows_code_as_code(tmp_path: Path) -> None:
     assert "<code>pip &lt;b&gt;</code>" in text and "`" not in text
 
 
+def test_a_page_says_what_each_region_got_of_the_global_batch_and_why(tmp_path: Path) -> None:
+    """A table of all deals; nothing where none was. Where one region waits for another, the advice is a deal; and if there was
+    one, whether it has helped, or what else would.
+    """
+    a_run(tmp_path / "equal", late=1, step_s=2.0)
+    for name, step in (("dealt", 20), ("late", 80)):
+        for path in a_run(tmp_path / name, late=1, step_s=2.0):
+            deal = {"kind": "deal", "time_s": 40.0, "step": step, "samples": {"0": 1200, "1": 400}}
+            lines = path.read_text().splitlines()
+            lines.insert(6, json.dumps({**deal, "speeds": {"0": 12.04, "1": 0.5}, "why": "<speeds>"}))
+            path.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "page.html"
+    assert (
+        main(["report", *(str(tmp_path / name) for name in ("equal", "dealt", "late")), "-o", str(out)]) == 0
+    )
+    text = out.read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><th scope=\"row\">from step 20 on</th>(.*?)</tr>", text)
+    assert rows == ["<td>1,200 (12/s)</td><td>400 (0.5/s)</td><td>1,600</td><td>&lt;speeds&gt;</td>"]
+    assert text.count("How the global batch was dealt") == 2
+    late = r"{}: region 0 waited for region 1 for \d\d % of its time. {}"
+    assert re.search(late.format("equal", "With <code>regions.balance: auto</code> the regions share"), text)
+    since = r"Since the last deal of the global batch \(step {}\), that was {} %.{}"
+    assert re.search(late.format("dealt", since.format(20, r"\d\d", " Smaller micro-batches")), text)
+    assert re.search(late.format("late", since.format(80, "0", "</li>")), text)
+
+
 def test_lines_stand_out_on_a_dark_page(tmp_path: Path) -> None:
     """By the contrast that the Web's guidelines want of text, 4.5 to 1, also where a line lets the page shine through."""
     for name in ("a", "b", "c"):

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.tools.report.charts import AXES, draw_losses, losses, plot_run
+from hf_cocodc.tools.report.charts import AXES, draw_losses, losses, plot_run, utilization
 from hf_cocodc.tools.report.journals import read_journal
 from hf_cocodc.tools.report.page import page
 from hf_cocodc.tools.report.runs import load, read_run
@@ -160,7 +160,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             load(folders)
     write(tmp_path / "b", [])
-    with pytest.raises(InputError, match="no line that can be read"):
+    with pytest.raises(InputError, match="no start of a run that can be read"):
         load([tmp_path / "b"])
 
 
@@ -190,8 +190,7 @@ def test_damaged_lines_are_named_and_left_out(tmp_path: Path) -> None:
     )
     assert "Expected `int` >= 0 - at `$.fragment`" in journal.damaged[2]
     path.write_text("\n".join(good[1:]))
-    without_start = read_journal(path)
-    assert without_start is not None and without_start.region == 0, "the folder says which region it is"
+    assert read_journal(path) is None, "nothing says of which run and region these lines are"
 
 
 def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
@@ -277,6 +276,19 @@ def test_a_region_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
     assert [share[8] for share in by_activity.values()] == pytest.approx([0.0] * len(by_activity))
 
 
+def test_the_wait_of_a_region_that_is_cut_off_blocks_nothing(tmp_path: Path) -> None:
+    """Its process counts the wait; the time that a region was in the run, of which it is a share, does not."""
+    path = a_cut_run(tmp_path)[1]
+    [held_s] = [event["held_s"] for event in events_of(path) if event["kind"] == "away"]
+    events = [
+        {**event, "blocked_s": event["blocked_s"] + held_s} if event["kind"] == "finish" else event
+        for event in events_of(path)
+    ]
+    write(path.parent.parent, events)
+    [run] = load([tmp_path / "region-1"])
+    assert summarize(run).blocked_s == pytest.approx(4.0) and held_s > 90
+
+
 def test_a_region_that_joins_is_there_from_its_membership_on(tmp_path: Path) -> None:
     """Not while it loads a base and follows the others."""
     path = a_cut_run(tmp_path)[1]
@@ -322,3 +334,26 @@ def test_the_middle_of_a_run_is_not_its_end(tmp_path: Path) -> None:
         middle, end = shown.get("In the middle of the run"), shown["At the end"]
         assert middle is None or middle.end <= end.begin
         assert (middle is None) == (folder == "short")
+
+
+def test_the_utilization_of_the_report_is_that_of_the_log(tmp_path: Path) -> None:
+    """All that a send or a landing holds is not used, whether it waits or computes."""
+    a_cut_run(tmp_path)
+    [run] = load([tmp_path])
+    [whole] = utilization(run.stories[0], np.array([0.0, 200.6]))
+    held_s = sum(event.get("took_s", 0.0) for event in run.journals[0].events if event["kind"] == "land")
+    waited_s = sum(event.get("blocked_s", 0.0) for event in run.journals[0].events if event["kind"] == "land")
+    assert whole == pytest.approx(100 * (1 - held_s / 200.6)) and held_s > waited_s > 0
+
+
+def test_rounding_is_no_wait(tmp_path: Path) -> None:
+    """Both regions came to every transfer at one time: nobody waited for another region, not for a moment."""
+    a_cut_run(tmp_path)
+    [run] = load([tmp_path])
+    waited = [
+        span.end - span.begin
+        for story in run.stories
+        for span in story.spans
+        if span.activity is Activity.FOR_A_REGION
+    ]
+    assert all(seconds > 1e-6 for seconds in waited), waited

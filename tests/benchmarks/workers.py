@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from ...errors import CocodcError, LinkError
+from hf_cocodc.errors import CocodcError, LinkError
 
 POLL_S = 0.05
 LAST_LINES = 6

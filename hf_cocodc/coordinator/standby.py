@@ -1,0 +1,146 @@
+"""A coordinator without a machine of its own: where regions meet in a storage, one of them serves, and the others stand by.
+
+Whoever serves shows a count that moves. If it stands still for `_LOOKS` looks, another one goes on with the state, by writing its
+next object (`StateInStorage`): only one can. It then serves as any coordinator does that was started again.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import msgspec
+
+from ..errors import CocodcError, InputError
+from ..net.keys import Keys
+from ..net.leftovers import Leftovers
+from ..net.mailbox import Mailbox, has_died, mailbox
+from .in_storage import SERVING, Serving, calls_of
+from .server import Served, listen
+from .state import StateInStorage, StateTaken, has_state
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S, _LOOKS, _BEGIN_LOOKS = 1.0, 10, 3
+"""Seconds between two looks at whoever serves; how often its count may be found unmoved; and how often nobody may be found where
+there is a state: whoever has just written that is about to show itself.
+"""
+_NEAR_S, _FAR_S = 0.05, 1.0
+"""Seconds between two looks for callers, in a folder and far away."""
+_BEAT_S = 1.0
+_SURE_S = 5.0
+"""Seconds after which a coordinator looks whether it still is the one that goes on; also if it stood still for so long."""
+_CALLER_S, _CLEAR_S = 30.0, 1800.0
+_LINGER_S = 5.0
+"""Others may have something to say at the end of a run."""
+
+
+class Standby:
+    """Stands by in a thread of this process, and serves while nobody else does, until `close`. Raises like `Mailbox`.
+
+    `serves`: whether it serves now.
+    """
+
+    def __init__(self, url: str, keys: Keys | None) -> None:
+        self._box, self._keys = mailbox(url), keys
+        self._closes, self.serves = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="hf_cocodc-standby", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Serve no more, once those who call have ended, or after some seconds. Another one takes over at once."""
+        self._closes.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        seen, looks, told = None, 0, ""
+        while True:
+            try:
+                now = self._box.storage.get(SERVING)
+                if now is not None and has_died(_process_of(now)):
+                    now = None
+                looks = looks + 1 if now == seen else 0
+                seen = now
+                if looks >= (_LOOKS if now else _BEGIN_LOOKS) or not (now or has_state(self._box.storage)):
+                    looks = 0
+                    self._serve()
+            except StateTaken:
+                pass
+            except CocodcError as error:
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("this region cannot serve as coordinator: %s", told)
+            if self._closes.wait(_LOOK_S):
+                return
+
+    def _serve(self) -> None:
+        """Serve until the end, or until another one does. Raises StateTaken, or CocodcError."""
+        box, failures = self._box, list[InputError]()
+        state = StateInStorage(box.storage, self._keys)
+        listener = listen("127.0.0.1", 0)
+        secrets = [] if self._keys is None else [self._keys]
+        served = Served(
+            listener,
+            secrets,
+            state,
+            lambda line: logger.debug("coordinator: %s", line),
+            failures.append,
+        )
+        self.serves = True
+        logger.info("this region serves as coordinator in %s", box.storage.url)
+        try:
+            self._attend(box, served, state, failures)
+        finally:
+            self.serves = False
+            served.close()
+        if not failures:
+            with contextlib.suppress(CocodcError):
+                box.storage.remove(SERVING)
+
+    def _attend(
+        self, box: Mailbox, served: Served, state: StateInStorage, failures: list[InputError]
+    ) -> None:
+        """Show that it serves, and let callers in. Raises StateTaken if another one serves, because this one stood still."""
+        count, shown_at, ends_at = 0, 0.0, 0.0
+        sure_at = cleared_at = time.monotonic()
+        leftovers = Leftovers(box)
+        while not failures:
+            now = time.monotonic()
+            if self._closes.is_set():
+                ends_at = ends_at or now + _LINGER_S
+                if now > ends_at or not served.num_callers:
+                    return
+            if now - sure_at >= _SURE_S:
+                if state.is_taken:
+                    raise StateTaken
+                sure_at = now
+            if now - shown_at >= _BEAT_S:
+                count, shown_at = count + 1, now
+                box.storage.put(SERVING, msgspec.json.encode(Serving(box.process, count)))
+            if now - cleared_at >= _CLEAR_S:
+                cleared_at = now
+                threading.Thread(target=_clear, args=(leftovers,), daemon=True).start()
+            for name in box.storage.names(calls_of(box.process)):
+                box.storage.remove(f"{calls_of(box.process)}/{name}")
+                threading.Thread(target=_let_in, args=(box, name, served.port), daemon=True).start()
+            time.sleep(_NEAR_S if box.storage.is_near else _FAR_S)
+
+
+def _process_of(serving: bytes) -> str:
+    try:
+        return msgspec.json.decode(serving, type=Serving).process
+    except msgspec.MsgspecError:  # whoever calls it says so
+        return ""
+
+
+def _let_in(box: Mailbox, name: str, port: int) -> None:
+    try:
+        box.connect(name, False, _CALLER_S, socket.create_connection(("127.0.0.1", port)))
+    except (OSError, CocodcError) as error:
+        logger.debug("a caller in %s has gone: %s", box.storage.url, error)
+
+
+def _clear(leftovers: Leftovers) -> None:
+    with contextlib.suppress(CocodcError):
+        leftovers.look()

@@ -1,0 +1,482 @@
+"""Sockets through a storage that all regions reach, for machines that nobody can call.
+
+All that regions and their coordinator say goes through sockets. Here the far end of a socket is a folder: what this end says
+becomes objects there, numbered from 0, which the other end reads in order, and deletes. Nothing else changes: what is sealed
+stays sealed, and whoever reads the storage sees how much was said, and when.
+
+Two ends meet under a name that both know. Each writes a card with a number of its own (`Card`), and the number that it has read
+on the other card. They have met once each finds its own number on the other card; a card that an earlier life has left never
+names a number of this one. Clocks are not compared. A process shows that it lives by a count that moves (`Life`); one whose count
+stands still for `_LOOKS` looks is gone, and its sockets break as those of a machine without power do. Beside the count stands how
+many objects each of its sockets has written: what is not there to be read for so many counts is lost, and the socket breaks.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from itertools import takewhile
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import LinkError, short
+from ..threads import side_by_side
+from .addresses import listen_at
+from .channel import keep_from_forks
+from .storage import Storage, StorageError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PIECE = 4 << 20
+PIECES = 4
+"""So many pieces of what was said are written, or read, side by side."""
+_SAID, _MORE, _END = b"\0", b"\1", b"\2"
+"""The first byte of an object: the next one may take its time, or is there at once; or this end says no more."""
+_NEAR_S, _FAR_S = (0.01, 0.25), (0.2, 2.0)
+"""Seconds between two looks for an object: at first, and at most; in a folder, and far away."""
+_GATHER_S = 0.25
+"""Far away, two objects of one socket are begun so many seconds apart, unless they are full."""
+_LIFE_S, _LOOKS, _ABSENT = (1.0, 2.0), 8, 3
+"""Seconds between two counts of a process that lives, near and far; how often one may be found unmoved; and for how many of these
+looks one counts that finds it removed.
+"""
+_BROKEN = -1
+"""In the place of how much a socket has written: it says no more."""
+_MEET_S = 10.0
+"""A card that is shown for a shorter time may be missed."""
+_FLUSH_S = 15.0
+"""A process that ends waits so long for what it has said to be written."""
+_TELL_S = 600.0
+_PRICES = {"write": 5e-6, "list": 5e-6, "read": 0.4e-6, "delete": 0.0}
+"""List prices of requests at the largest provider of buckets (S3 Standard, us-east-1), in dollars."""
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What one end of a socket shows the other one.
+
+    Attributes:
+        number: of this end's try; no other try has it.
+        process: whose count shows that this end lives.
+        seen: the number on the other end's card, if it was there.
+    """
+
+    number: str
+    process: str
+    seen: str = ""
+
+
+class Life(msgspec.Struct, frozen=True):
+    """What a process shows.
+
+    Attributes:
+        count: moves.
+        said: by the number of its card, how many objects a socket has written; `_BROKEN` if it has broken.
+    """
+
+    count: int
+    said: dict[str, int]
+
+
+class Mailbox:
+    """This process's sockets through one storage. Raises InputError if this machine cannot reach it, StorageError if it refuses.
+
+    A process has one of each storage (`mailbox`).
+    """
+
+    def __init__(self, url: str) -> None:
+        self.storage = Storage(url)
+        self.process = f"{os.getpid()}-{_space()}-{token_hex(8)}"
+        self.waits_s = _NEAR_S if self.storage.is_near else _FAR_S
+        self.gather_s = 0.0 if self.storage.is_near else _GATHER_S
+        self._lives: dict[str, tuple[Life | None, int]] = {}
+        self._ways: set[_Way] = set()
+        self._lock = threading.Lock()
+        self._count, self._told_at = 0, time.monotonic()
+        self._show_life()
+        if self._life_of(self.process) is None:
+            raise StorageError(
+                f"{url}: what this machine has written is not there to be read. Look at the storage: every region must write, "
+                "read, list and delete there."
+            )
+        threading.Thread(target=self._live, name="hf_cocodc-mailbox", daemon=True).start()
+        atexit.register(self.flush)
+
+    def meet(self, name: str, is_first: bool, timeout_s: float) -> socket.socket:
+        """A socket (TCP, on this machine) to the other end of a name. Raises TimeoutError if it does not come in time."""
+        far, near = _joined_sockets()
+        try:
+            self.connect(name, is_first, timeout_s, far)
+        except BaseException:
+            far.close()
+            near.close()
+            raise
+        return near
+
+    def connect(self, name: str, is_first: bool, timeout_s: float, far: socket.socket) -> None:
+        """Let a socket of this process reach the other end of a name. Raises TimeoutError if that does not come in time."""
+        card, other = self._meet(name, is_first, time.monotonic() + max(timeout_s, _MEET_S))
+        for earlier in self._open_ways:
+            if (earlier.name, earlier.is_first) == (name, is_first):
+                earlier.end(ConnectionResetError("this end has begun again"))
+        way = _Way(self, name, is_first, card, other, far)
+        with self._lock:
+            self._ways.add(way)
+
+    @property
+    def _open_ways(self) -> "list[_Way]":
+        with self._lock:
+            return [way for way in self._ways if not way.is_over]
+
+    def _meet(self, name: str, is_first: bool, until: float) -> tuple[Card, Card]:
+        mine, theirs = (f"cards/{name}/{int(each)}" for each in (is_first, not is_first))
+        card, shown, wait_s = Card(token_hex(8), self.process), None, self.waits_s[0]
+        while True:
+            other = self.card(theirs)
+            if other is not None:
+                card = msgspec.structs.replace(card, seen=other.number)
+            # now and then again: an earlier socket of this name that breaks may have written to it meanwhile
+            if card != shown or wait_s == self.waits_s[1]:
+                self.storage.put(mine, msgspec.json.encode(card))
+                shown, wait_s = card, self.waits_s[0]
+            if other is not None and other.seen == card.number:
+                return card, other
+            if time.monotonic() > until:
+                raise TimeoutError("the other end has not come")
+            time.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, self.waits_s[1])
+
+    def card(self, name: str) -> Card | None:
+        return self._read(name, Card)
+
+    def _life_of(self, process: str) -> Life | None:
+        return self._read(f"lives/{process}", Life)
+
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        content = self.storage.get(name)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise StorageError(
+                f"{self.storage.url}: {name!r} is nothing that this version writes ({error})."
+            ) from error
+
+    def life(self, process: str) -> Life | None:
+        """What a process shows, if that has been read yet; it is from now on. Raises ConnectionResetError if it has stopped."""
+        with self._lock:
+            life, looks = self._lives.setdefault(process, (None, 0))
+        if looks >= _LOOKS:
+            raise ConnectionResetError("the process at the other end has stopped")
+        return life
+
+    def flush(self, timeout_s: float = _FLUSH_S) -> None:
+        """Wait until what was said on sockets is written."""
+        until = time.monotonic() + timeout_s
+        while self.says and time.monotonic() < until:
+            time.sleep(0.02)
+
+    @property
+    def says(self) -> bool:
+        """Whether something was said on a socket that is not written yet."""
+        return any(way.says for way in self._open_ways)
+
+    def _show_life(self) -> None:
+        self._count += 1
+        with self._lock:
+            for way in self._ways:
+                way.shown += way.is_over
+            shown = {way for way in self._ways if way.shown <= _LOOKS}
+            past, self._ways = self._ways - shown, shown
+            said = {way.number: way.said for way in self._ways}
+        self.storage.put(f"lives/{self.process}", msgspec.json.encode(Life(self._count, said)))
+        for way in past:
+            way.clear()
+
+    def _live(self) -> None:
+        """Show that this process lives, and look who else does."""
+        with contextlib.suppress(StorageError):
+            for process in self.storage.names("lives"):
+                if has_died(process):
+                    self.storage.remove(f"lives/{process}")
+        while True:
+            time.sleep(_LIFE_S[not self.storage.is_near])
+            with contextlib.suppress(StorageError):  # whoever waits for an answer says so
+                if self._ways:
+                    self._show_life()
+                used = {way.other.process for way in self._open_ways}
+                with self._lock:
+                    self._lives = {each: look for each, look in self._lives.items() if each in used}
+                    known = dict(self._lives)
+                for process, (life, looks) in known.items():
+                    now = self._life_of(process)
+                    has_moved = now is not None and (life is None or now.count > life.count)
+                    more = _ABSENT if now is None and life is not None else 1
+                    with self._lock:  # a look that failed counts for nothing
+                        self._lives[process] = (now, 0) if has_moved else (life, looks + more)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Log now and then what the storage has been asked for, and what that costs."""
+        now = time.monotonic()
+        hours = (now - self._told_at) / 3600
+        if now - self._told_at < _TELL_S:
+            return
+        self._told_at = now
+        requests, num_bytes = self.storage.requests.copy(), self.storage.num_bytes.copy()
+        self.storage.requests.clear()
+        self.storage.num_bytes.clear()
+        kinds = ", ".join(f"{count / hours:.0f} to {kind}" for kind, count in sorted(requests.items()))
+        written, read = (num_bytes[kind] / hours / 1e6 for kind in ("write", "read"))
+        dollars = price(requests) / hours
+        cost = (
+            ""
+            if self.storage.is_near
+            else f"; the requests cost {dollars:.3f} dollars an hour (S3's list price)"
+        )
+        logger.info(
+            "%s: requests an hour: %s; %.1f MB an hour written, %.1f read%s",
+            *(self.storage.url, kinds, written, read, cost),
+        )
+
+
+class _Way:
+    """A socket of this process, and the objects by which it reaches the other end. Two threads carry what is said.
+
+    Attributes:
+        number: of its card.
+        is_over: whether nothing is carried any more, in either direction.
+        shown: how often this process has shown since that it is over.
+    """
+
+    def __init__(
+        self, box: Mailbox, name: str, is_first: bool, card: Card, other: Card, near: socket.socket
+    ) -> None:
+        self._box, self._storage, self._socket = box, box.storage, near
+        self.name, self.is_first, self.number, self.other = name, is_first, card.number, other
+        first, second = (card, other) if is_first else (other, card)
+        folder = f"said/{name}/{first.number}-{second.number}"
+        self._out, self._in = (f"{folder}/{int(each)}" for each in (is_first, not is_first))
+        self._card = f"cards/{name}/{int(is_first)}"
+        self._written = self.shown = 0
+        self._missed, self._missed_at = 0, -1
+        self._is_broken = self._has_said_all = self._holds = False
+        self._open = 2
+        self._lock = threading.Lock()
+        near.setblocking(True)
+        keep_from_forks(near)
+        for work in (self._say, self._hear):
+            threading.Thread(target=self._carry, args=(work,), name="hf_cocodc-mailbox", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._open
+
+    @property
+    def said(self) -> int:
+        """How many objects are written; `_BROKEN` if no more come."""
+        return _BROKEN if self._is_broken else self._written
+
+    @property
+    def says(self) -> bool:
+        """Whether something was said on the socket that is not written yet."""
+        if self._has_said_all or self._is_broken:
+            return False
+        try:
+            return self._holds or _is_ready(self._socket, select.POLLIN, 0.0)
+        except (OSError, ValueError):
+            return False
+
+    def _carry(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, LinkError) as error:
+            self.end(error)
+        except Exception as error:
+            logger.exception("a socket through %s has failed", self._storage.url)
+            self.end(error)
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._socket.close()
+
+    def _say(self) -> None:
+        began = 0.0
+        while not self._is_broken:
+            _is_ready(self._socket, select.POLLIN)
+            self._holds = True
+            try:
+                if self._is_broken:
+                    return
+                said = self._gathered(began + self._box.gather_s)
+                began = time.monotonic()
+                pieces = [said[at : at + PIECE] for at in range(0, len(said), PIECE)]
+                contents = [(_SAID if piece is pieces[-1] else _MORE) + piece for piece in pieces] or [_END]
+                _together(
+                    partial(self._storage.put, f"{self._out}/{self._written + at}", each)
+                    for at, each in enumerate(contents)
+                )
+                self._written += len(contents)
+                if not pieces:
+                    self._has_said_all = True
+                    return
+            finally:
+                self._holds = False
+
+    def _gathered(self, until: float) -> bytes:
+        """What the socket says until then, or as much as is written side by side; empty at its end."""
+        said = bytearray()
+        while len(said) < PIECES * PIECE:
+            wait_s = max(until - time.monotonic(), 0.0)
+            if said and not _is_ready(self._socket, select.POLLIN, wait_s):
+                break
+            chunk = self._socket.recv(PIECES * PIECE - len(said))
+            if not chunk:
+                break  # the end is read again, by itself
+            said += chunk
+        return bytes(said)
+
+    def _hear(self) -> None:
+        number, wait_s, at_once = 0, self._box.waits_s[0], 1
+        while not self._is_broken:
+            names = [f"{self._in}/{number + place}" for place in range(at_once)]
+            heard = _together(partial(self._storage.get, name) for name in names)
+            said = [content for content in takewhile(bool, heard) if content]
+            for content in said:
+                self._pass_on(memoryview(content)[1:])
+            if said:
+                _together(partial(self._storage.remove, name) for name in names[: len(said)])
+                kind, number = said[-1][:1], number + len(said)
+                wait_s, self._missed, at_once = self._box.waits_s[0], 0, PIECES if kind == _MORE else 1
+                if kind == _END:
+                    self._socket.shutdown(socket.SHUT_WR)
+                    return
+            if len(said) < len(heard):
+                self._look_at_other(number)
+                time.sleep(wait_s)
+                wait_s, at_once = min(1.5 * wait_s, self._box.waits_s[1]), 1
+
+    def _look_at_other(self, number: int) -> None:
+        """Raise ConnectionResetError if an object of the other end will not come any more."""
+        life = self._box.life(self.other.process)
+        if life is None or life.count == self._missed_at:
+            return
+        said = life.said.get(self.other.number)
+        if said == _BROKEN:
+            raise ConnectionResetError("the other end has broken")
+        if said is None or said > number:
+            self._missed, self._missed_at = self._missed + 1, life.count
+        if self._missed > _LOOKS:
+            raise ConnectionResetError(f"object {number} of the other end is not there")
+
+    def clear(self) -> None:
+        """Remove what is left once the other end knows that it is over. Raises StorageError."""
+        mine = self._box.card(self._card)
+        if mine is not None and mine.number == self.number:
+            self._storage.remove(self._card)
+        # what the other end may not have heard yet is left to it, unless nobody hears it any more
+        for folder in (self._in, self._out) if self._is_broken else (self._in,):
+            for name in self._storage.names(folder):
+                self._storage.remove(f"{folder}/{name}")
+
+    def end(self, error: BaseException) -> None:
+        """Break. The other end finds that on the life of this process."""
+        if self._is_broken:
+            return
+        self._is_broken = True
+        logger.debug("a socket through %s breaks: %s", self._storage.url, short(error, 300))
+        with contextlib.suppress(OSError):  # once closed, it is reset: nobody has closed it in good order
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def _pass_on(self, said: memoryview) -> None:
+        """Let the user of the socket have it, as soon as it takes it."""
+        while said:
+            if self._is_broken:
+                raise ConnectionResetError("it has broken meanwhile")
+            if _is_ready(self._socket, select.POLLOUT, _LIFE_S[0]):
+                said = said[self._socket.send(said) :]
+
+
+def _is_ready(waits: socket.socket, event: int, timeout_s: float | None = None) -> bool:
+    """Whether a socket can be read, or written, in time; also if it has ended."""
+    poll = select.poll()  # unlike `select`, it takes any number of open files
+    poll.register(waits, event)
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+def _joined_sockets() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection within this machine."""
+    with listen_at("127.0.0.1", 0, 1) as listener:
+        one = socket.create_connection(listener.getsockname()[:2])
+        while True:
+            other, where = listener.accept()
+            if where == one.getsockname():
+                return other, one
+            other.close()  # somebody else was faster
+
+
+def _together(requests: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of requests, in order; several are made side by side."""
+    calls = list(requests)
+    return [calls[0]()] if len(calls) == 1 else side_by_side(calls, PIECES)
+
+
+def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:
+    """Seconds between two looks for an object, once nothing has come for `rest_s`; a look is a request of `request_s`."""
+    wait_s, longest_s = _NEAR_S if is_near else _FAR_S
+    while rest_s > wait_s + request_s and wait_s < longest_s:
+        rest_s -= wait_s + request_s
+        wait_s = min(1.5 * wait_s, longest_s)
+    return wait_s + request_s
+
+
+def price(requests: Mapping[str, float]) -> float:
+    """What so many requests cost at that list price, in dollars, by their kinds: write, list, read, delete."""
+    return sum(_PRICES[kind] * count for kind, count in requests.items())
+
+
+@cache
+def _space() -> str:
+    """Names what numbers this process: the system, since its start, or a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = f"{boot}{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return token_hex(6)
+    return hashlib.sha256(space.encode()).hexdigest()[:12]
+
+
+def has_died(process: str) -> bool:
+    """Whether a process of this machine, as its mailbox names it, lives no more; False if this machine cannot know."""
+    number, space = [*process.split("-"), ""][:2]
+    if space != _space() or not number.isdecimal():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is another user's
+        return False
+    return False
+
+
+@cache
+def _of_process(url: str, process: int) -> Mailbox:
+    return Mailbox(url)
+
+
+def mailbox(url: str) -> Mailbox:
+    """This process's mailbox in a storage. Raises like `Mailbox`."""
+    return _of_process(url.rstrip("/"), os.getpid())

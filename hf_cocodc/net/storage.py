@@ -1,0 +1,465 @@
+"""Objects in a storage that all regions reach: a shared folder, a bucket, a directory behind SSH.
+
+An object is whole or absent: it is written at once (conditionally, where only one of several writers may win), begins with a
+checksum, and one that does not fit its checksum counts as absent until it does. Names of objects are relative to the URL.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from ..errors import CocodcError, InputError, LinkError, short
+
+T = TypeVar("T")
+
+_MAGIC = b"hf_cocodc object 1\n"
+_DIGEST_BYTES = 16
+_TRIES = 5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 4.0
+_REQUEST_S = 30.0
+"""Seconds for one request, where the storage's library takes a time-out."""
+_SETTLE_S = 3.0
+"""Where a storage accepts two writers of one name, the last one has written after so many seconds."""
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "ssh": "ssh", "sftp": "ssh"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {
+        "max_concurrency": 1,  # more would ask for the size before each read
+        "config_kwargs": {
+            "connect_timeout": 10,
+            "read_timeout": _REQUEST_S,
+            "retries": {"max_attempts": 1},
+        },
+    },
+    "ssh": {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10},
+}
+_CONDITIONAL = ("s3", "s3a", "gs", "gcs")
+"""Storages that create an object only if there is none of its name."""
+
+
+_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+
+
+class StorageError(LinkError, OSError):
+    """The storage does not do what it is asked for. Whoever waits for a socket through it takes it as a failed one."""
+
+
+class _Backend(Protocol):
+    """What a storage does at one request. Raises FileNotFoundError if there is no such object, or any other error."""
+
+    @property
+    def has_one_winner(self) -> bool:
+        """Whether the storage itself lets only one of several writers create an object."""
+        ...
+
+    def write(self, name: str, content: bytes) -> None: ...
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write it only if there is none. Returns whether this call has; may be wrong after a lost answer."""
+        ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def names(self, folder: str) -> list[str]: ...
+
+
+class _Folder:
+    """A directory of this machine: a network file system, or a bucket that is mounted."""
+
+    has_one_winner = True
+
+    def __init__(self, path: str) -> None:
+        self._root = Path(path)
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, content: bytes) -> None:
+        os.replace(self._written(name, content), self._root / name)
+
+    def create(self, name: str, content: bytes) -> bool:
+        new = self._written(name, content)
+        try:
+            os.link(new, self._root / name)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                raise PermissionError(error.errno, "this folder knows no hard links") from error
+            raise
+        finally:
+            new.unlink()
+        return True
+
+    def read(self, name: str) -> bytes:
+        return (self._root / name).read_bytes()
+
+    def delete(self, name: str) -> None:
+        (self._root / name).unlink()
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name in os.listdir(self._root / folder) if not name.endswith(".new")]
+
+    def _written(self, name: str, content: bytes) -> Path:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{secrets.token_hex(6)}.new")
+        new.write_bytes(content)
+        return new
+
+
+class _Bucket:
+    """What `fsspec` reaches."""
+
+    def __init__(self, url: str, scheme: str) -> None:
+        import fsspec
+
+        try:
+            options = _OPTIONS.get({"s3a": "s3", "sftp": "ssh"}.get(scheme, scheme), {})
+            self._system, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme)
+            how = f"pip install 'hf_cocodc[{extra}]'" if extra else str(error)
+            raise InputError(f"{url}: this machine lacks what reaches {scheme}://: {how}.") from error
+        except ValueError as error:
+            raise InputError(f"{url}: {short(error, 300)}.") from error
+        self._root, self._scheme = root.rstrip("/"), scheme
+        self._turn = (
+            threading.Lock() if self._is_files else contextlib.nullcontext()
+        )  # paramiko takes one request at a time
+
+    def write(self, name: str, content: bytes) -> None:
+        if not self._is_files:
+            self._system.pipe_file(self._path(name), content)
+            return
+        with self._turn:
+            self._system.ftp.posix_rename(self._written(name, content), self._path(name))
+
+    def create(self, name: str, content: bytes) -> bool:
+        path = self._path(name)
+        if self._scheme in _CONDITIONAL:
+            return self._create_conditionally(path, content)
+        if self._is_files:
+            with self._turn:
+                return self._create_file(path, self._written(name, content))
+        return _create_and_look(self, name, content)
+
+    def _create_conditionally(self, path: str, content: bytes) -> bool:
+        try:
+            self._system.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            return False
+        except Exception as error:
+            if "PreconditionFailed" not in str(error) and "ConditionalRequestConflict" not in str(error):
+                raise
+            return False
+        return True
+
+    def _create_file(self, path: str, new: str) -> bool:
+        try:
+            self._system.ftp.rename(new, path)  # it does not overwrite
+        except OSError:
+            self._system.ftp.remove(new)
+            self._system.ftp.stat(path)
+            return False
+        return True
+
+    def read(self, name: str) -> bytes:
+        with self._turn:
+            return bytes(self._system.cat_file(self._path(name)))
+
+    def delete(self, name: str) -> None:
+        with self._turn:
+            self._system.rm_file(self._path(name))
+
+    def names(self, folder: str) -> list[str]:
+        with self._turn:
+            self._system.invalidate_cache()
+            listed = self._system.ls(self._path(folder), detail=False)
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in listed)
+        return [name for name in names if not name.endswith(".new")]
+
+    @property
+    def has_one_winner(self) -> bool:
+        return self._is_files or self._scheme in _CONDITIONAL
+
+    @property
+    def _is_files(self) -> bool:
+        return self._scheme in ("ssh", "sftp")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _written(self, name: str, content: bytes) -> str:
+        path = self._path(name)
+        new = f"{path}.{secrets.token_hex(6)}.new"
+        try:
+            self._system.pipe_file(new, content)
+        except FileNotFoundError:
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._system.pipe_file(new, content)
+        return new
+
+
+class _HubBucket:
+    """A bucket of the Hugging Face Hub, by its client. `HfFileSystem` answers from lists that it keeps, and shows bars.
+
+    Raises InputError if the URL names none, or if the client knows no buckets.
+    """
+
+    has_one_winner = False
+
+    def __init__(self, url: str) -> None:
+        import huggingface_hub as hub
+
+        place = hub.parse_hf_uri(url)
+        if place.type != "bucket":
+            raise InputError(
+                f"{url} is a repository, where each write is a commit. Name a bucket: hf://buckets/NAME/BUCKET/run7."
+            )
+        hub.utils.disable_progress_bars()
+        self._hub, self._api, self._bucket, self._root = hub, hub.HfApi(), place.id, place.path_in_repo
+
+    def write(self, name: str, content: bytes) -> None:
+        self._bound_requests()
+        self._api.batch_bucket_files(self._bucket, add=[(content, self._path(name))])
+
+    def create(self, name: str, content: bytes) -> bool:
+        return _create_and_look(self, name, content)
+
+    def read(self, name: str) -> bytes:
+        url = f"{self._api.endpoint}/buckets/{self._bucket}/resolve/{quote(self._path(name))}"
+        answer = self._hub.get_session().get(
+            url, headers=self._hub.utils.build_hf_headers(), timeout=_REQUEST_S
+        )
+        if answer.status_code == 404 and answer.headers.get("X-Error-Code") != "RepoNotFound":
+            raise FileNotFoundError(name)
+        self._hub.hf_raise_for_status(answer)
+        return bytes(answer.content)
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        self._bound_requests()
+        try:
+            self._api.batch_bucket_files(self._bucket, delete=[path])
+        except self._hub.errors.HfHubHTTPError:
+            if any(self._api.get_bucket_paths_info(self._bucket, [path])):
+                raise
+            raise FileNotFoundError(name) from None
+
+    def names(self, folder: str) -> list[str]:
+        begin = f"{self._path(folder)}/"
+        # the Hub takes a prefix as text: others may begin like it
+        found = (entry.path for entry in self._api.list_bucket_tree(self._bucket, begin[:-1]))
+        return [path.removeprefix(begin) for path in found if path.startswith(begin)]
+
+    def _bound_requests(self) -> None:
+        """By itself, the client waits for an answer for ever. It makes a new session after a failure."""
+        self._hub.get_session().timeout = _REQUEST_S
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if self._root else name
+
+
+def _create_and_look(backend: _Backend, name: str, content: bytes) -> bool:
+    """Create an object where a storage accepts two writers of one name: the one whose content stays has won.
+
+    Who writes has found the name free at most `_SETTLE_S` before. So nobody writes any more when a winner looks.
+    """
+    began = time.monotonic()
+    with contextlib.suppress(FileNotFoundError):
+        backend.read(name)
+        return False
+    backend.write(name, content)
+    if time.monotonic() - began > _SETTLE_S:
+        return False  # another one may have won meanwhile
+    time.sleep(2 * _SETTLE_S)
+    return backend.read(name) == content
+
+
+def _backend_of(url: str) -> _Backend:
+    """What reaches a URL. Raises InputError, or an error of a library."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return _Folder(unquote(parts.path))
+    return _HubBucket(url) if parts.scheme == "hf" else _Bucket(url, parts.scheme)
+
+
+class Storage:
+    """The objects below a URL. Any thread may call it. Raises InputError if this machine cannot reach such a URL.
+
+    Attributes:
+        requests: how many of each kind were made; `num_bytes`: that were written, and read.
+        is_near: whether a request costs next to nothing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(url)
+        self.is_near = parts.scheme == "file"
+        if self.is_near and (parts.netloc not in ("", "localhost") or not parts.path):
+            raise InputError(f"{url}: a folder is named as file:///PATH, with three slashes.")
+        try:
+            self._backend = _backend_of(self.url)
+        except CocodcError:
+            raise
+        except Exception as error:  # each library has its own
+            raise InputError(f"{url} cannot be used: {_remedy(error)}.") from error
+        self.requests: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object, whole, in the place of an earlier one. Raises StorageError."""
+        self._ask("write", name, lambda: self._backend.write(name, _enveloped(content)), len(content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object of which there must be none. Returns whether it is this call's. Raises StorageError.
+
+        No two callers get True for one name; where the storage lets several write, it may be that none does. The content must
+        differ from that of any other caller.
+        """
+        whole = _enveloped(content)
+
+        def create() -> bool:
+            if self._backend.create(name, whole):
+                return True
+            if (
+                not self._backend.has_one_winner
+            ):  # what this call wrote may have come after another one has won
+                return False
+            with contextlib.suppress(FileNotFoundError):  # the answer to an earlier try may have been lost
+                return self._backend.read(name) == whole
+            return False
+
+        return self._ask("write", name, create, len(content))
+
+    def get(self, name: str) -> bytes | None:
+        """The content of an object; None if there is none, or it is not whole yet. Raises StorageError."""
+
+        def read() -> bytes | None:
+            try:
+                return _content_of(self._backend.read(name))
+            except FileNotFoundError:
+                return None
+
+        content = self._ask("read", name, read)
+        self._count("read", 0, len(content or b""))
+        return content
+
+    def remove(self, name: str) -> None:
+        """Delete an object, if there is one. Raises StorageError."""
+
+        def delete() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._backend.delete(name)
+
+        self._ask("delete", name, delete)
+
+    def names(self, folder: str) -> list[str]:
+        """The last parts of the names in a folder, sorted; a storage may be late to show new ones. Raises StorageError."""
+
+        def look() -> list[str]:
+            try:
+                return sorted(self._backend.names(folder))
+            except FileNotFoundError:
+                return []
+
+        return self._ask("list", folder, look)
+
+    def _ask(self, kind: str, name: str, request: Callable[[], T], num_bytes: int = 0) -> T:
+        """Make a request, again if it fails."""
+        wait_s = _FIRST_WAIT_S
+        for left in reversed(range(_TRIES)):
+            self._count(kind, 1, num_bytes)
+            try:
+                return request()
+            except Exception as error:
+                if not left or isinstance(error, PermissionError):
+                    raise StorageError(f"{self.url}: cannot {kind} {name!r}: {_remedy(error)}.") from error
+            time.sleep(wait_s * random.uniform(0.5, 1.0))  # others try again, too
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        raise AssertionError
+
+    def _count(self, kind: str, requests: int, num_bytes: int) -> None:
+        with self._counting:
+            self.requests[kind] += requests
+            self.num_bytes[kind] += num_bytes
+
+
+def _enveloped(content: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(content).digest()[:_DIGEST_BYTES] + content
+
+
+def _content_of(whole: bytes) -> bytes | None:
+    at = len(_MAGIC) + _DIGEST_BYTES
+    if (
+        whole.startswith(_MAGIC)
+        and hashlib.sha256(whole[at:]).digest()[:_DIGEST_BYTES] == whole[len(_MAGIC) : at]
+    ):
+        return whole[at:]
+    return None
+
+
+def _remedy(error: BaseException) -> str:
+    """What has failed, and what helps."""
+    said = short(getattr(error, "strerror", None) or error, 300).rstrip(".") or type(error).__name__
+    # s3fs keeps the sentence of an error; its cause has the code
+    heard = f"{type(error).__name__} {said} {error.__cause__ or ''}".lower()
+    for signs, way_out in _REMEDIES:
+        if any(sign in heard for sign in signs):
+            return f"{said}. {way_out}"
+    return f"{said}. Look at the network between this machine and the storage"
+
+
+# words alone: a number, such as 404, may be part of a name or of a port
+_REMEDIES = (
+    (
+        ("hard links",),
+        "A mounted bucket is such a folder, and two of its mounts may both create one object. Name the bucket itself (such as "
+        "hf://buckets/NAME/BUCKET/run7), or a folder of a network file system",
+    ),
+    (("(notimplemented)",), "It knows no conditional writes (If-None-Match). Name another storage"),
+    (
+        (
+            *("nosuchbucket", "invalidbucketname", "permanentredirect", "authorizationheadermalformed"),
+            *("bucket does not exist", "bucket not found", "filenotfounderror"),
+        ),
+        "Create the bucket, or correct the URL (with S3: the region or AWS_ENDPOINT_URL)",
+    ),
+    (
+        ("skew", "expired", "reasonable timeframe"),
+        "Correct this machine's clock, or make a new token",
+    ),
+    (
+        (
+            *("quota", "no space", "storagefull", "storage limit", "payment required", "oserror failure"),
+            *("slowdown", "too many requests", "rate limit", "request rate"),
+        ),
+        "The storage is full, or asks for fewer requests",
+    ),
+    (
+        (
+            *(
+                "permission",
+                "denied",
+                "forbidden",
+                "credential",
+                "unauthorized",
+                "authentication",
+                "read-only",
+            ),
+            *("profilenotfound", "passwordrequired", "tokennotfound"),
+        ),
+        "Give this machine the credentials of the storage, with leave to write, read, list and delete there",
+    ),
+)

@@ -1,0 +1,99 @@
+"""How long a transfer takes through a storage: requests, looks for what the others have written, and bytes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...net.mailbox import PIECE, PIECES, gap_s
+from .course import Cargo, Carried
+from .transfers import OVERHEAD_S, Codes
+
+_SOCKETS = 2
+"""Between two regions: for trailers and what they say about a transfer, and for payloads."""
+
+
+@dataclass(frozen=True)
+class StorageFigures:
+    """A storage as a link between regions.
+
+    Attributes:
+        write_s, read_s, delete_s: seconds of a request with hardly any bytes.
+        up, down: bits per second that a region writes, and reads.
+        is_near: whether it is a folder, where regions look more often.
+    """
+
+    write_s: float
+    read_s: float
+    delete_s: float
+    up: float
+    down: float
+    is_near: bool = False
+
+    window_of_loss = math.inf
+
+    @property
+    def rtt_s(self) -> float:
+        """Seconds of a message and its answer, where both are looked for all the time."""
+        return 2 * (self.write_s + self.read_s)
+
+    @property
+    def rate(self) -> float:
+        """Bits per second of what is written and read at the same time."""
+        return min(self.up, self.down)
+
+    @property
+    def goodput(self) -> float:
+        """Payload bytes per second at that rate."""
+        return self.rate / 8
+
+    def setting(self) -> dict[str, Any]:
+        """The figures as a plan shows them."""
+        requests = {"write_ms": self.write_s, "read_ms": self.read_s, "delete_ms": self.delete_s}
+        rates = {"up_mbit": self.up / 1e6, "down_mbit": self.down / 1e6}
+        return {**{name: 1e3 * seconds for name, seconds in requests.items()}, **rates}
+
+
+class StorageLine:
+    """A line through a storage (`net.mailbox`), as a link's thread uses it: one transfer after the other.
+
+    A region writes at most `limit` bytes per second; `codes` is by the bytes of a fragment's transfer.
+    """
+
+    def __init__(self, link: StorageFigures, regions: int, limit: float, codes: Mapping[int, Codes]) -> None:
+        self._link, self._limit, self._codes = link, limit, codes
+        # a transfer waits for the last of all sockets, each of which is looked at now and then
+        sockets = _SOCKETS * regions * (regions - 1)
+        self._share = sockets / (sockets + 1)
+        self._free_s = self._rested_since = 0.0
+
+    def carry(self, part: Cargo, sent_s: float) -> Carried:
+        codes = self._codes[part.num_bytes]
+        begin = max(sent_s, self._free_s)
+        ends = begin + OVERHEAD_S
+        trips = codes.messages * (2 if codes.scatters else 1)
+        for _ in range(trips):
+            ends += self._trip_s(part.num_bytes / trips, ends)
+        ends += codes.encode_s + codes.decode_s
+        ends += self._trip_s(0, ends)  # each region says that it has the mean
+        self._free_s = ends
+        return Carried(ends, ends - begin)
+
+    def rest(self) -> None:
+        """Begin anew at second 0, after a rest as long as a first one."""
+        self._free_s = self._rested_since = 0.0
+
+    def _trip_s(self, num_bytes: float, begin: float) -> float:
+        """Seconds from the first byte that is written to the last that is read by all."""
+        link = self._link
+        look_s = self._share * gap_s(begin - self._rested_since, link.read_s, link.is_near)
+        # full objects go side by side; while some are written, earlier ones are read, and deleted
+        turns = max(math.ceil(num_bytes / PIECE / PIECES), 1)
+        write_s = turns * link.write_s + num_bytes / self._limit
+        read_s = turns * link.read_s + num_bytes / (link.down / 8) + (turns - 1) * link.delete_s
+        last = 1 / turns
+        # a request is carried out halfway: the look that finds an object begins before the write of it ends
+        half_s = (link.write_s + link.read_s) / 2
+        took_s = look_s + max(write_s + last * read_s, last * write_s + read_s) - half_s
+        self._rested_since = begin + took_s
+        return took_s

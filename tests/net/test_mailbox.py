@@ -1,0 +1,249 @@
+"""Sockets through a storage carry every byte in order, whatever the storage does, and break when the other end has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.net import mailbox, storage
+from hf_cocodc.net.mailbox import Mailbox
+from hf_cocodc.net.reaching import Search
+from hf_cocodc.net.storage import Storage, StorageError
+from tests.link.memory import at_once, wait_until
+
+from .fake_hub import BUCKET, fake_hub
+from .storages import Faulty, buckets, folder_url
+
+PATIENCE_S = 60.0
+Join = Callable[[Mailbox, Mailbox], tuple[socket.socket, socket.socket]]
+
+
+@pytest.fixture(name="joined")
+def fixture_joined() -> Iterator[Join]:
+    """Joins two processes' mailboxes under a name: the ends of a socket between them, which are closed after the test."""
+    with contextlib.ExitStack() as at_end:
+
+        def join(one: Mailbox, other: Mailbox) -> tuple[socket.socket, socket.socket]:
+            boxes = ((one, True), (other, False))
+            ends = at_once(*(partial(box.meet, "name", first, PATIENCE_S) for box, first in boxes))
+            for end in ends:
+                at_end.enter_context(end)
+            return ends[0], ends[1]
+
+        yield join
+
+
+def boxes(url: str) -> tuple[Mailbox, Mailbox]:
+    return Mailbox(url), Mailbox(url)
+
+
+def said(sock: socket.socket) -> bytes:
+    """All that comes until the other end says no more."""
+    sock.settimeout(PATIENCE_S)
+    heard = bytearray()
+    while chunk := sock.recv(1 << 20):
+        heard += chunk
+    return bytes(heard)
+
+
+def conversation(sock: socket.socket, other: socket.socket, seed: int, size: int) -> None:
+    """Both say random bytes in random portions at the same time, and hear all that the other one says."""
+    drawn = random.Random(seed)
+    contents = [drawn.randbytes(size), drawn.randbytes(size // 2)]
+
+    def say(end: socket.socket, content: bytes, draws: random.Random) -> None:
+        at = 0
+        while at < len(content):
+            step = draws.choice((1, 100, 10_000, size))
+            end.sendall(content[at : at + step])
+            at += step
+        end.shutdown(socket.SHUT_WR)
+
+    *_, heard, theirs = at_once(
+        partial(say, sock, contents[0], random.Random(seed + 1)),
+        partial(say, other, contents[1], random.Random(seed + 2)),
+        partial(said, other),
+        partial(said, sock),
+    )
+    assert [heard, theirs] == contents
+
+
+def test_both_ends_say_and_hear_all(joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "PIECE", 64 << 10)
+    one, other = boxes(folder_url(tmp_path))
+    sock, end = joined(one, other)
+    conversation(sock, end, 1, 1 << 20)
+    sock.close()
+    end.close()
+    wait_until(lambda: not one._open_ways and not other._open_ways)
+    assert not [path for path in (tmp_path / "said").rglob("*") if path.is_file()], (
+        "what was heard is deleted"
+    )
+
+
+def test_a_large_payload_is_read_and_deleted_side_by_side(
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions one by one took longer than all else where a request takes its time."""
+    monkeypatch.setattr(mailbox, "PIECE", 4 << 10)
+    one, other = boxes(folder_url(tmp_path))
+    under_way, most, lock = Counter[str](), Counter[str](), threading.Lock()
+
+    def slow(what: str, request: Callable[[str], Any]) -> Callable[[str], Any]:
+        def make(name: str) -> Any:
+            with lock:
+                under_way[what] += 1
+                most[what] = max(most[what], under_way[what])
+            time.sleep(0.01)
+            with lock:
+                under_way[what] -= 1
+            return request(name)
+
+        return make
+
+    sock, end = joined(one, other)
+    for what in ("get", "remove"):
+        monkeypatch.setattr(other.storage, what, slow(what, getattr(other.storage, what)))
+    content = random.Random(0).randbytes(40 * mailbox.PIECE)
+    _, heard = at_once(partial(sock.sendall, content), partial(heard_of, end, len(content)))
+    assert heard == content
+    assert most["remove"] > 1 and most["get"] > 1
+
+
+def heard_of(sock: socket.socket, size: int) -> bytes:
+    heard = bytearray()
+    while len(heard) < size:
+        heard += sock.recv(1 << 20)
+    return bytes(heard)
+
+
+def test_the_same_through_a_bucket(joined: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_FAR_S", (0.01, 0.1))
+    with buckets() as url:
+        sock, end = joined(*boxes(url))
+        conversation(sock, end, 1, 1 << 18)
+
+
+def test_the_same_through_a_bucket_of_a_fake_hub(joined: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_FAR_S", (0.01, 0.1))
+    monkeypatch.setattr(mailbox, "_GATHER_S", 0.0)
+    with fake_hub() as hub:
+        sock, end = joined(*boxes(f"hf://buckets/{BUCKET}/meeting"))
+        conversation(sock, end, 1, 1 << 18)
+        assert hub.asked["batch"] and hub.asked["resolve"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storage_that_fails_loses_nothing(
+    joined: Join, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests fail before and after they are carried out, and reads find torn or no objects."""
+    monkeypatch.setattr(mailbox, "PIECE", 4 << 10)
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(storage, "_TRIES", 30)
+    one, other = boxes(folder_url(tmp_path))
+    faulty = [Faulty(box.storage, seed + place) for place, box in enumerate((one, other))]
+    sock, end = joined(one, other)
+    conversation(sock, end, seed, 100_000)
+    assert all(each.faults > 5 for each in faulty)
+
+
+def test_a_card_of_an_earlier_life_is_nobody(joined: Join, tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    gone = Mailbox(url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox, "_MEET_S", 0.2)
+        with pytest.raises(TimeoutError):
+            gone.meet("name", True, 0.2)
+    assert (tmp_path / "cards" / "name" / "1").exists()
+    sock, end = joined(*boxes(url))
+    sock.sendall(b"hello")
+    assert end.recv(5) == b"hello"
+
+
+def test_a_socket_breaks_when_the_other_process_has_stopped(
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reset: nobody has closed it in good order."""
+    monkeypatch.setattr(mailbox, "_LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(Mailbox, "_tell", lambda self: None)
+    one, other = boxes(folder_url(tmp_path))
+    sock, end = joined(one, other)
+    end.sendall(b"last words")
+    assert sock.recv(100) == b"last words"
+    monkeypatch.setattr(other, "_show_life", lambda: None)
+    sock.settimeout(PATIENCE_S)
+    with pytest.raises(ConnectionResetError):
+        sock.recv(1)
+
+
+def test_a_process_that_begins_removes_the_signs_of_life_of_those_that_have_died_here(tmp_path: Path) -> None:
+    """Others need not wait then until they have looked often enough."""
+    objects = Storage(folder_url(tmp_path))
+    died = subprocess.Popen(["true"])
+    died.wait()
+    here = mailbox._space()
+    names = [f"{died.pid}-{here}-a", f"{os.getpid()}-{here}-b", f"{died.pid}-elsewhere-c", "d"]
+    for name in names:
+        objects.put(f"lives/{name}", b'{"count":1,"said":{}}')
+    assert [mailbox.has_died(name) for name in names] == [True, False, False, False]
+    box = Mailbox(folder_url(tmp_path))
+    wait_until(lambda: names[0] not in objects.names("lives"))
+    assert sorted(objects.names("lives")) == sorted([*names[1:], box.process])
+
+
+def test_a_socket_breaks_when_the_other_end_begins_again(
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = boxes(folder_url(tmp_path))
+    sock, end = joined(one, other)
+    again, anew = joined(one, other)
+    for earlier in (sock, end):
+        earlier.settimeout(PATIENCE_S)
+        with pytest.raises(ConnectionResetError):
+            earlier.recv(1)
+    again.sendall(b"hello")
+    assert anew.recv(5) == b"hello"
+
+
+def test_what_was_said_before_the_end_of_a_process_is_written(joined: Join, tmp_path: Path) -> None:
+    one, other = boxes(folder_url(tmp_path))
+    sock, end = joined(one, other)
+    content = random.Random(0).randbytes(3 << 20)
+    sock.sendall(content)
+    sock.close()
+    one.flush(PATIENCE_S)
+    assert not one.says
+    assert said(end) == content
+
+
+def test_a_storage_that_is_away_for_a_while_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search of two regions goes on after a request has failed for good."""
+    url, calls, meet = folder_url(tmp_path), Counter[bool](), Mailbox.meet
+
+    def fails_once(box: Mailbox, name: str, is_first: bool, timeout_s: float) -> socket.socket:
+        calls[is_first] += 1
+        if calls[is_first] == 1:
+            raise StorageError("503 Slow Down")
+        return meet(box, name, is_first, timeout_s)
+
+    monkeypatch.setattr(Mailbox, "meet", fails_once)
+    searches = [Search(asks, PATIENCE_S, storage=url) for asks in (True, False)]
+    found = at_once(*(partial(each.run, (), b"token", b"name") for each in searches))
+    assert found[0].words == found[1].words and [each.address for each in found] == [(url, 0)] * 2
+    for each in found:
+        each.connection.close()
