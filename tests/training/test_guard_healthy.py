@@ -27,6 +27,11 @@ NEAR = 2.5
 """No norm of a run that is well comes as near as this to the 3 at which the guard begins to clip."""
 
 
+METHOD = "eager"
+"""A region takes in its own part before others judge it."""
+FAULT = {fault.words: fault for fault in FAULTS}
+
+
 class Training:
     """A region's training, an inner step at a time."""
 
@@ -91,37 +96,45 @@ def changing(method: str) -> list[dict[str, Any]]:
     return run_changing(3, sets, body)[0]
 
 
+ONCE, ALWAYS = "outer gradient x 1e6, once", "learning rate x 1000, always"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("method", ["cocodc"])
-def test_never_fires(method: str) -> None:
-    """Two and three regions, spike and decay, the whole model and adapters, 2 to 3 to 2 regions; nor does it come near."""
-    for kind in ("spike x 20", "decay to 0", "adapters"):
-        count, changes = HEALTHY[kind]
-        found = run(method, count, 1, **changes)
-        assert found.alarms == 0, kind
-        assert found.known
-        assert max(found.young + found.known + found.now) < NEAR, kind
-    assert changing(method) == []
+@pytest.mark.parametrize("kind", ["spike x 20", "decay to 0", "adapters"])
+def test_never_fires(kind: str) -> None:
+    """Two and three regions, spike and decay, the whole model and adapters; nor does it come near."""
+    count, changes = HEALTHY[kind]
+    found = run("cocodc", count, 1, **changes)
+    assert found.alarms == 0
+    assert found.known
+    assert max(found.young + found.known + found.now) < NEAR
 
 
 @pytest.mark.slow
-def test_a_fault_costs_little_or_stops_the_run() -> None:
-    """One of three far out of the ordinary, or one of two with a history: 10 %. Else a stop, and never a ruined model."""
-    method = "eager"  # a region takes in its own part before others judge it
-    by_words = {fault.words: fault for fault in FAULTS}
-    sound = {count: run(method, count, 1) for count in (2, 3)}
-    for count, wrong in ((2, [1]), (3, [1, 2])):
-        found = run(method, count, 1, by_words["outer gradient x 1e6, once"], YOUNG, wrong)
-        assert found.stopped is None and found.loss < 1.1 * sound[count].loss, (
-            count,
-            outcome(found, sound[count]),
-        )
-    words = "learning rate x 1000, always"
-    for count, wrong, at in ((2, [1], OLD), (3, [1], YOUNG), (3, [1], OLD)):
-        found = run(method, count, 1, by_words[words], at, wrong)
-        assert found.stopped is None, (words, count, at)
-        assert found.loss < 1.1 * sound[count].loss, (words, count, at, outcome(found, sound[count]))
-    for count, wrong, at in ((2, [1], YOUNG), (3, [1, 2], YOUNG), (3, [1, 2], OLD)):
-        found = run(method, count, 1, by_words[words], at, wrong)
-        assert found.stopped is not None, (words, count, at, outcome(found, sound[count]))
+def test_never_fires_when_a_region_comes_and_goes() -> None:
+    assert changing("cocodc") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "faults"),
+    [
+        (2, [(ONCE, [1], YOUNG), (ALWAYS, [1], OLD)]),
+        (3, [(ONCE, [1, 2], YOUNG), (ALWAYS, [1], YOUNG), (ALWAYS, [1], OLD)]),
+    ],
+)
+def test_a_fault_costs_little(count: int, faults: list[tuple[str, list[int], int]]) -> None:
+    """One of three far out of the ordinary, or one of two with a history: 10 %."""
+    sound = run(METHOD, count, 1)
+    for words, wrong, at in faults:
+        found = run(METHOD, count, 1, FAULT[words], at, wrong)
+        assert found.stopped is None, (words, at)
+        assert found.loss < 1.1 * sound.loss, (words, at, outcome(found, sound))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "wrong", "at"), [(2, [1], YOUNG), (3, [1, 2], YOUNG), (3, [1, 2], OLD)])
+def test_a_fault_that_costs_more_stops_the_run(count: int, wrong: list[int], at: int) -> None:
+    """It never leaves a ruined model."""
+    assert run(METHOD, count, 1, FAULT[ALWAYS], at, wrong).stopped is not None
