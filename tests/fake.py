@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_cocodc.link.base import Arrival, ArrivedHandle, FixedMembers, MeanRequest
+from hf_cocodc.link.base import Arrival, Awaited, Link, MeanRequest
 from hf_cocodc.link.calls import MeanCall
 from hf_cocodc.link.process_group import Payloads
 from hf_cocodc.net.members import Member
@@ -193,7 +193,7 @@ class NoWire:
         pass
 
 
-class FakeLink(FixedMembers):
+class FakeLink(Link):
     """A link whose other regions send what this one sends; its thread does its work in `mean`.
 
     Attributes:
@@ -201,14 +201,15 @@ class FakeLink(FixedMembers):
         kernels, moved: see `Fake`, of that thread alone, for all transfers.
     """
 
-    region, lane, num_lanes, agreement, timing, awaits = 0, 0, 1, None, "none", None
+    region, timing = 0, "none"
+    members: tuple[int, ...] = ()
 
     def __init__(self, fake: Fake, num_regions: int = 2) -> None:
-        self._fake, self.num_regions = fake, num_regions
+        self._fake, self.members = fake, tuple(range(num_regions))
         self.calls: list[int] = []
         self.kernels = self.moved = 0
 
-    def mean(self, request: MeanRequest) -> ArrivedHandle:
+    def mean(self, request: MeanRequest) -> Awaited:
         parties = tuple(Member(region, region) for region in self.members)
         buffers = Buffers(HOST, request.home.device)
         call = MeanCall(NoWire(self.num_regions), parties, request, buffers, Payloads())
@@ -218,19 +219,10 @@ class FakeLink(FixedMembers):
             self.calls.append(self._fake.count(lambda: arrivals.append(call.run())))
         self.kernels += self._fake.kernels - kernels
         self.moved += self._fake.moved - moved
-        return ArrivedHandle(arrivals[0])
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
+        return Awaited(lambda: arrivals[0])
 
     def clock(self) -> float:
         return 0.0
 
-    def tick(self, inner_step: int, work: float = 1.0) -> None:
-        pass
-
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         assert flat.device == HOST
-
-    def count_broadcasts(self) -> int:
-        return 0

@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from ..link.base import Arrival, ArrivedHandle, Handle, Link
+from ..link.base import Arrival, Awaited, Handle, Link
 from ..methods import Method
 from ..parts.codecs.base import Result
 from ..parts.fragments import Fragment
@@ -278,8 +278,8 @@ class FragmentState(KeptOfFragment):
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
         home, numel = self.home, self.fragment.numel
         mean, outer_grad = (home.fill(home.take(numel), 0.0) for _ in range(2))
-        handle = ArrivedHandle(
-            Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, (), Verdict(()))
+        handle = Awaited(
+            lambda: Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, (), Verdict(()))
         )
         snapshot = home.fill(home.take(numel), self.global_params)
         transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..errors import CheckpointError, LinkError, short
-from ..link.base import Arrival, ArrivedHandle
+from ..link.base import Arrival, Awaited
 from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
@@ -264,7 +264,7 @@ def _loaded(saved: SavedTransfer, judge: Judge) -> Transfer:
     )
     kept = {name: getattr(saved, name) for name in (*_OF_A_TRANSFER, "taken", "trained")}
     transfer = Transfer(**kept, ordinary=ordinary)
-    transfer.handle = ArrivedHandle(arrival)
+    transfer.handle = Awaited(lambda: arrival)
     return transfer
 
 

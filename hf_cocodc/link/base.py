@@ -1,6 +1,7 @@
-"""The interface of a link. Regions exchange data only through links while they train."""
+"""What a link is. Regions exchange data only through links while they train."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -94,203 +95,124 @@ class MeanRequest:
     home: Home = field(default_factory=Home)
 
 
-class Link(Protocol):
+class Link:
     """Reaches the same lane of every other region. All regions make the same calls in the same order.
 
     The regions may change during a run: one is lost, or, where that does not end the run (`is_elastic`), leaves or comes in. A
     region keeps its id `region`. Each call has its own members: those that were there when it was made, less those that were
     lost before it ended. They are equal in all regions, while `members`, which shows what this region knows now, may differ at
     any one moment.
+
+    What is written here holds for a link that passes on to another one, `_link`; or, without it, for regions that never change,
+    and have nothing to say beside their calls.
+
+    Attributes:
+        lane: the shard of the region's model that this link carries; 0 if all ranks hold the same parameters.
+        agreement: how ranks agree on a step to stop at; None if only transfers can tell them to stop.
+        session: what the run does over a network beside calls (`run.session`); None without one.
+        is_elastic: whether regions may come in and leave while the run trains.
+        timing: whether `clock` shows "measured" or "simulated" seconds, or "none": it stands still.
     """
 
     region: int
-    lane: int
-    """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
-    num_lanes: int
-    agreement: StopAgreement | None
-    """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
-    session: Any
-    """What the run does over a network beside calls (`run.session`); None without one."""
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether regions may come in and leave while the run trains."""
-        ...
+    lane, num_lanes = 0, 1
+    agreement: StopAgreement | None = None
+    session: Any = None
+    is_elastic = False
+    timing = "measured"
+    _link: "Link | None" = None
 
     @property
     def members(self) -> tuple[int, ...]:
         """The regions that are there now, in ascending order."""
-        ...
+        raise NotImplementedError
 
     @property
     def num_regions(self) -> int:
         """The number of members."""
-        ...
+        return len(self.members)
 
     @property
     def most_regions(self) -> int:
         """The largest number of members that there can be, as far as it is known."""
-        ...
+        return self.num_regions if self._link is None else self._link.most_regions
 
     def takes_part(self) -> bool:
         """Whether this region takes part in calls made now; not while it is coming in."""
-        ...
+        return self._link is None or self._link.takes_part()
 
     @property
     def parties(self) -> tuple[int, ...]:
         """The members of the last `gather` or `broadcast`; equal in all of them."""
-        ...
+        return self.members if self._link is None else self._link.parties
 
     @property
     def knows(self) -> int:
         """The number of the newest change of the members that this region knows, for the next trailer."""
-        ...
+        return 0 if self._link is None else self._link.knows
 
     def landed(self, arrival: Arrival) -> None:
         """Called at every landing: a change that all its trailers know counts from the next inner step on."""
-        ...
-
-    @property
-    def timing(self) -> str:
-        """Whether `clock` shows "measured" or "simulated" seconds, or "none": it stands still."""
-        ...
+        if self._link is not None:
+            self._link.landed(arrival)
 
     @property
     def awaits(self) -> int | None:
         """The region for which this link now waits; None if it waits for none."""
-        ...
+        return None if self._link is None else self._link.awaits
 
     def mean(self, request: MeanRequest) -> Handle:
         """Start the mean over the regions that a request asks for; returns at once."""
-        ...
+        raise NotImplementedError
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` (1-D fp64, on any device) over the lanes of this region."""
-        ...
+        return values
 
     def clock(self) -> float:
         """Seconds, by the clock that times transfers."""
-        ...
+        return time.perf_counter() if self._link is None else self._link.clock()
 
     def tick(self, inner_step: int, work: float = 1.0) -> None:
         """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step; `work`
         says of how many such as the region's own settings ask for.
         """
-        ...
+        if self._link is not None:
+            self._link.tick(inner_step, work)
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here.
 
         Without `source`, and if that region is gone, it is the first member.
         """
-        ...
+        raise NotImplementedError
 
     def count_broadcasts(self) -> int:
         """Bytes that this rank has sent with broadcasts, to all other regions together, since the last count."""
-        ...
+        return 0 if self._link is None else self._link.count_broadcasts()
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         """The record of every region in `parties`, in their order; blocks until all have called. See `records`."""
-        ...
+        raise NotImplementedError
 
     def lead(self, call: Callable[["Link"], T], what: str) -> T | None:
         """Let the region's leader make a call with its own link, for as long as it needs.
 
         Other ranks of the region wait, without a time-out, and return None. Messages call it `what`.
         """
-        ...
+        return call(self)
 
     def leave_note(self, reason: str) -> None:
         """Say why this region leaves. Other regions read the note when they hear that it leaves."""
-        ...
-
-    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
-        """The note that `region` left, if any. Waits for it if it is not here yet."""
-        ...
-
-    def close(self, reason: str | None = None) -> None:
-        """Leave the link. Give a `reason` if this is not the normal end: the other regions are told."""
-        ...
-
-
-class FixedMembers:
-    """What a link says about regions that never change."""
-
-    num_regions: int
-    is_elastic = False
-    knows = 0
-    session: Any = None
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(range(self.num_regions))
-
-    @property
-    def most_regions(self) -> int:
-        return self.num_regions
-
-    def takes_part(self) -> bool:
-        return True
-
-    @property
-    def parties(self) -> tuple[int, ...]:
-        return self.members
-
-    def landed(self, arrival: Arrival) -> None:
-        """Nothing changes."""
-
-
-class Passing:
-    """What a link passes on to the one behind it, `_link`. A rank without one reaches nobody, and knows of nothing."""
-
-    members: tuple[int, ...]
-    _link: Link | None
-    _most = 0
-
-    @property
-    def num_regions(self) -> int:
-        return len(self.members)
-
-    @property
-    def most_regions(self) -> int:
-        return self._most if self._link is None else self._link.most_regions
-
-    @property
-    def knows(self) -> int:
-        return 0 if self._link is None else self._link.knows
-
-    @property
-    def session(self) -> Any:
-        return None if self._link is None else self._link.session
-
-    @session.setter
-    def session(self, session: Any) -> None:
-        assert self._link is not None
-        self._link.session = session
-
-    @property
-    def awaits(self) -> int | None:
-        return None if self._link is None else self._link.awaits
-
-    def landed(self, arrival: Arrival) -> None:
-        if self._link is not None:
-            self._link.landed(arrival)
-
-    def tick(self, inner_step: int, work: float = 1.0) -> None:
-        if self._link is not None:
-            self._link.tick(inner_step, work)
-
-    def count_broadcasts(self) -> int:
-        return 0 if self._link is None else self._link.count_broadcasts()
-
-    def leave_note(self, reason: str) -> None:
         if self._link is not None:
             self._link.leave_note(reason)
 
     def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        """The note that `region` left, if any. Waits for it if it is not here yet."""
         return None if self._link is None else self._link.note_of(region, wait_s)
 
     def close(self, reason: str | None = None) -> None:
+        """Leave the link. Give a `reason` if this is not the normal end: the other regions are told."""
         if self._link is not None:
             self._link.close(reason)
 
@@ -304,16 +226,6 @@ class Awaited:
     def wait(self) -> Arrival:
         if self._arrival is None:
             self._arrival = self._find()
-        return self._arrival
-
-
-class ArrivedHandle:
-    """The handle of an arrival that is already here."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self._arrival = arrival
-
-    def wait(self) -> Arrival:
         return self._arrival
 
 

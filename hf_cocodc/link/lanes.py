@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..parts.tensors.memory import HOST
-from .base import Arrival, Awaited, Handle, Link, MeanRequest, Passing
+from .base import Arrival, Awaited, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .log import Marker
 from .records import Record, Trailer, in_order
-from .stopping import StopAgreement
 from .tcp import TcpLink
 from .voice import RankEnded
 
@@ -30,13 +29,15 @@ _SETTLED = {
 _FAILURES = LinkError, DonorLost, LeftBehind, RunOver
 
 
-class LaneLink(Passing):
+class LaneLink(Link):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
     Decisions need numbers that are equal in all lanes: norms of whole tensors, trailers, and who takes part. The region's own
     process group settles them with small collective calls, on tensors of `device` (a GPU under NCCL). Every rank waits for the
     same transfers in the same order.
     """
+
+    members: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -46,21 +47,12 @@ class LaneLink(Passing):
         device: torch.device,
         group: RegionGroup | None = None,
     ) -> None:
-        self.region, self.is_elastic = link.region, link.is_elastic
+        self.region, self.is_elastic, self.session = link.region, link.is_elastic, link.session
         self.lane, self.num_lanes = lane, num_lanes
-        self.timing = link.timing
-        self.agreement: StopAgreement | None = None
+        self.timing, self.members = link.timing, link.members
         self._link: Link = link
         self._device, self._group = device, group
-        self.members = link.members
         self._may_lose = isinstance(link, TcpLink)
-
-    @property
-    def parties(self) -> tuple[int, ...]:
-        return self._link.parties
-
-    def takes_part(self) -> bool:
-        return self._link.takes_part()
 
     def mean(self, request: MeanRequest) -> Handle:
         handle = self._link.mean(request)
@@ -68,9 +60,6 @@ class LaneLink(Passing):
 
     def total(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
-
-    def clock(self) -> float:
-        return self._link.clock()
 
     def tick(self, inner_step: int, work: float = 1.0) -> None:
         """Members come and leave at the same step in all lanes."""

@@ -16,11 +16,10 @@ from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.slices import square
-from .base import Arrival, Awaited, FixedMembers, Handle, Link, MeanRequest
+from .base import Arrival, Awaited, Handle, Link, MeanRequest
 from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
 from .records import Record, Trailer, checked
-from .stopping import StopAgreement
 
 T = TypeVar("T")
 
@@ -100,7 +99,6 @@ class LockstepHub:
         for each in virtual.away if virtual is not None else ():
             if each.region >= num_regions:
                 raise InputError(f"{each}: regions are numbered 0 .. {num_regions - 1}.")
-        self.timing = "measured" if virtual is None else "simulated"
         self._busy_until = 0.0
         self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
         self._open_calls: dict[int, _Call] = {}
@@ -112,8 +110,8 @@ class LockstepHub:
 
     def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
         """See `run_in_lockstep`."""
-        if self.virtual is None:
-            self.timing = "none"
+        for link in self.links if self.virtual is None else ():
+            link.timing = "none"
         results: dict[int, T] = {}
         state = process_state()
 
@@ -219,16 +217,12 @@ Resolve = Callable[[list], Sequence[Any]]
 """What all regions have brought, in their order -> their answers."""
 
 
-class LockstepLink(FixedMembers):
+class LockstepLink(Link):
     """One region's side of a `LockstepHub`; `link.base.Link` describes the calls."""
 
-    awaits: int | None = None
-
     def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
-        self.region = region
-        self.num_regions = num_regions
-        self.lane, self.num_lanes = 0, 1
-        self.agreement: StopAgreement | None = None
+        self.region, self._num_regions = region, num_regions
+        self.timing = "measured" if hub.virtual is None else "simulated"
         self._broadcast_bytes = 0
         self._hub = hub
         self._calls = 0
@@ -236,6 +230,10 @@ class LockstepLink(FixedMembers):
         """Simulated seconds; stays 0 if time is not simulated."""
         self._is_away = False
         self.is_elastic = hub.virtual is not None and bool(hub.virtual.away)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self._num_regions))
 
     def takes_part(self) -> bool:
         return not self._is_away
@@ -249,10 +247,6 @@ class LockstepLink(FixedMembers):
         """While it does, its calls follow the others: nothing of this region is in a mean, and its clock stands still."""
         self._is_away = is_away
 
-    @property
-    def timing(self) -> str:
-        return self._hub.timing
-
     def mean(self, request: MeanRequest) -> Handle:
         trailer = request.trailer()
         item = _Brought(request.converse(), trailer, self.now, request.judge, self.takes_part())
@@ -264,9 +258,6 @@ class LockstepLink(FixedMembers):
             return arrival
 
         return Awaited(wait)
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
 
     def clock(self) -> float:
         return time.perf_counter() if self.timing == "measured" else self.now
@@ -294,17 +285,11 @@ class LockstepLink(FixedMembers):
         call = self._bring(what, record, lambda records: [tuple(records)] * len(records))
         return self._hub.answer(self.region, call)
 
-    def lead(self, call: Callable[[Link], T], what: str) -> T:
-        return call(self)
-
     def leave_note(self, reason: str) -> None:
         self._hub.notes[self.region] = reason
 
     def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
         return self._hub.notes.get(region)
-
-    def close(self, reason: str | None = None) -> None:
-        pass
 
     def _bring(self, what: str, item: Any, resolve: Resolve) -> _Call:
         self._calls += 1

@@ -1,6 +1,5 @@
 """The link of a region whose ranks hold the same parameters (DDP): the leader talks to other regions, all ranks hear."""
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,16 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Handle, Link, MeanRequest, Passing
+from .base import Handle, Link, MeanRequest
 from .group import RegionGroup
 from .log import Marker
 from .records import Record, in_order
-from .stopping import StopAgreement
 
 T = TypeVar("T")
 
 
-class SharedLink(Passing):
+class SharedLink(Link):
     """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, and tells the others.
 
     All ranks call `lead`, `gather` and `broadcast` together. Transfers are the leader's alone: its engine has `leader_link`.
@@ -30,6 +28,9 @@ class SharedLink(Passing):
         heard: what `news` of the last call of `lead` has made of its result; in all ranks.
     """
 
+    members: tuple[int, ...] = ()
+    parties: tuple[int, ...] = ()
+
     def __init__(
         self,
         leader_link: Link | None,
@@ -39,27 +40,22 @@ class SharedLink(Passing):
         group: RegionGroup,
         is_elastic: bool = False,
     ) -> None:
-        self.region, self.device = region, device
-        self.is_elastic = is_elastic
-        self.lane, self.num_lanes = 0, 1
-        self.timing = "measured"
-        self.agreement: StopAgreement | None = None
+        self.region, self.device, self.is_elastic = region, device, is_elastic
+        self.session = None if leader_link is None else leader_link.session
         self.heard: Any = None
         self.members = self.parties = tuple(range(num_regions))
         self._most, self._takes_part = num_regions, True
         self._link, self._group = leader_link, group
+
+    @property
+    def most_regions(self) -> int:
+        return self._most if self._link is None else self._link.most_regions
 
     def takes_part(self) -> bool:
         return self._takes_part
 
     def mean(self, request: MeanRequest) -> Handle:
         return self._own.mean(request)
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
-
-    def clock(self) -> float:
-        return time.perf_counter()
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.lead(lambda link: link.broadcast(flat, what, source), what)

@@ -53,7 +53,6 @@ from .part import Standing, back, beat, enter
 from .process_group import Carrier, GroupBroken, Payloads
 from .records import Record
 from .speaking import AnyClient
-from .stopping import StopAgreement
 from .voice import AllHold, Holds, RankEnded
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
 
-class TcpLink:
+class TcpLink(Link):
     """Reaches the other regions of a run. See `Link` for its methods. Raises LinkError if a member cannot be reached.
 
     Args:
@@ -88,7 +87,7 @@ class TcpLink:
         on: called in the client's thread with every message of the coordinator, after the link has heard it.
     """
 
-    timing = "measured"
+    parties: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -106,15 +105,13 @@ class TcpLink:
         self._payloads = payloads or Payloads()
         self._payloads.tell = self._tell_choice
         self.lane, self.num_lanes, self._is_one_voice = lane, num_lanes, is_one_voice
-        self.agreement: StopAgreement | None = None
-        self.session: Any = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
         self.beat = Beat()
         self.landed_at = 0.0
         self.switched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self.on: Callable[[ToRegion], None] = lambda message: None
-        self.terms, self._timeout_s = terms, timeout_s
+        self.terms, self.is_elastic, self._timeout_s = terms, terms.is_open, timeout_s
         self._buffers: dict[torch.device, Buffers] = {}  # for payloads, by the device that copies them
         self._broadcast_bytes = 0
         self._changed = threading.Condition(threading.RLock())
@@ -123,7 +120,7 @@ class TcpLink:
         self._closed = False
         self._generation = 0  # a thread of an earlier life must never find its own number again
         self._enter(client, wire, client.welcome)
-        self.parties: tuple[int, ...] = (self.region,)
+        self.parties = (self.region,)
         client.start(self._hear, self._sign, self._back, self._away)
         try:
             self._connect_all()
@@ -155,10 +152,6 @@ class TcpLink:
     # ---- what the engine asks ------------------------------------------------------------------------------------
 
     @property
-    def is_elastic(self) -> bool:
-        return self.terms.is_open
-
-    @property
     def standing(self) -> Standing:
         """What this process is to the run."""
         return self._part.standing
@@ -166,10 +159,6 @@ class TcpLink:
     @property
     def members(self) -> tuple[int, ...]:
         return regions_of(self._part.members)
-
-    @property
-    def num_regions(self) -> int:
-        return len(self.members)
 
     @property
     def most_regions(self) -> int:
@@ -196,12 +185,6 @@ class TcpLink:
 
     def takes_part(self) -> bool:
         return self._part.standing not in (Standing.JOINING, Standing.FOLLOWING)
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
-
-    def clock(self) -> float:
-        return time.perf_counter()
 
     def count_broadcasts(self) -> int:
         counted, self._broadcast_bytes = self._broadcast_bytes, 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_cocodc.engine import fragment, synchronizer
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CocodcError, HandshakeError, LinkError
-from hf_cocodc.link.base import ArrivedHandle
+from hf_cocodc.link.base import Awaited
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import METHODS
 from hf_cocodc.parts.tensors import slices
@@ -150,7 +150,7 @@ def test_a_landing_out_of_step_is_remembered(monkeypatch: pytest.MonkeyPatch) ->
     [transfer] = [each for fragment in region.sync.fragments for each in fragment.in_flight]
     arrival = transfer.handle.wait()
     trailers = tuple(each._replace(inner_step=each.inner_step + 1) for each in arrival.trailers)
-    transfer.handle = ArrivedHandle(arrival._replace(trailers=trailers))
+    transfer.handle = Awaited(lambda: arrival._replace(trailers=trailers))
     with pytest.raises(LinkError, match="regions are out of step"):
         region.to(LAST)
     words = rf"a landing of fragment \d at step {region.sync.inner_step} failed halfway: LinkError: regions are out of step"

@@ -19,7 +19,7 @@ from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.local_params import LocalParams
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.engine.traffic import Traffic
-from hf_cocodc.link.base import Arrival, ArrivedHandle, Handle, MeanRequest
+from hf_cocodc.link.base import Arrival, Awaited, Handle, MeanRequest
 from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.link.records import Trailer, Word
 from hf_cocodc.methods import METHODS, Method
@@ -305,7 +305,7 @@ class Answered(LockstepLink):
 
     def mean(self, parcel: MeanRequest) -> Handle:
         result, trailers = Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),)
-        return ArrivedHandle(Arrival(result, trailers, 0, 0.0, 0.0, (0,), parcel.judge(trailers)))
+        return Awaited(lambda: Arrival(result, trailers, 0, 0.0, 0.0, (0,), parcel.judge(trailers)))
 
 
 class Busy(LockstepLink):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
-from hf_cocodc.link.base import Arrival, ArrivedHandle, Link, MeanRequest, as_they_say
+from hf_cocodc.link.base import Arrival, Awaited, Link, MeanRequest, as_they_say
 from hf_cocodc.link.group import RegionGroup
 from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.link.records import Trailer
@@ -37,14 +37,14 @@ ENDS: dict[str, Exception] = {
 """Transfers that end with an error."""
 
 
-class Scripted:
+class Scripted(Link):
     """The leader's link of region 2: others come, are lost in the middle of calls that belong together, and go on without it."""
 
     region, knows, most_regions = 2, 7, 5
+    members: tuple[int, ...] = (0, 2)
+    parties: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self.members: tuple[int, ...] = (0, 2)
-        self.parties: tuple[int, ...] = ()
         self.is_member, self.broadcasts = True, 0
         self.landings: list[Arrival] = []
 
@@ -59,8 +59,8 @@ class Scripted:
             return Ended(ENDS[parcel.what])
         mean = torch.full((parcel.numel,), float(sum(self.members)))
         trailers = tuple(Trailer(knows=region) for region in self.members)
-        return ArrivedHandle(
-            Arrival(
+        return Awaited(
+            lambda: Arrival(
                 Result(mean, mean.clone, {}),
                 trailers,
                 5,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.synchronizer import Synchronizer
-from ...link.base import Arrival, ArrivedHandle, Handle, MeanRequest, drive
+from ...link.base import Arrival, Awaited, Handle, MeanRequest, drive
 from ...link.lockstep import LockstepHub, LockstepLink
 from ...parts.codecs.base import Codec, CodecState, Message, Reply, Result, slices, weighted_mean
 from ...parts.fragments import Fragment
@@ -109,7 +109,7 @@ class _Answered(LockstepLink):
 
     def mean(self, request: MeanRequest) -> Handle:
         result, trailers = Result(self._mean, lambda: self._mean, {}), (request.trailer(),)
-        return ArrivedHandle(Arrival(result, trailers, 0, 0.0, 0.0, (0,), request.judge(trailers)))
+        return Awaited(lambda: Arrival(result, trailers, 0, 0.0, 0.0, (0,), request.judge(trailers)))
 
     def refresh(self, grad: Tensor) -> None:
         """Set the next mean, as a landing has overwritten the last one."""
