@@ -5,7 +5,6 @@
 
 import functools
 import operator
-import re
 import sys
 from typing import Annotated, Any
 
@@ -25,208 +24,95 @@ RegionName = Annotated[str, Meta(pattern="^[0-9]{1,5}$")]
 """The number of a region as the name of a field."""
 
 
-def _kind(name: str) -> str:
-    """
-    >>> _kind("SitOutEvent")
-    'sit_out'
-    """
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Event")).lower()
-
-
-class Event(Struct, tag_field="kind", tag=_kind):
-    """What every line has."""
+class _Line(Struct):
+    """What a line of any kind has."""
 
     time_s: Seconds
     step: Count
 
 
-class MethodSettings(Struct):
+class _Settings(Struct):
     """The settings of a method, of which the name is always there."""
 
     method: str
 
 
-class StartEvent(Event):
-    region: Numbered
-    num_regions: Numbered
-    num_fragments: Numbered
-    outer: MethodSettings
-    run: str
-    journal: str = ""
-    joins: bool = False
-    num_params: Count | None = None
-    max_steps: Count | None = None
-    timing: str = "measured"
-    bytes_sent: Count | None = None
-    from_region: Numbered | None = None
-    checkpoint: str | None = None
-    at: Seconds | None = None
-    versions: dict[str, Any] = {}
-    training: dict[str, Any] = {}
-
-
-class ResumeEvent(StartEvent):
-    pass
-
-
-class TimedEvent(Event):
-    took_s: Seconds | None = None
-    blocked_s: Seconds | None = None
-
-
-class LogEvent(Event):
-    """Trainer's own fields come on top."""
-
-    loss: Number | None = None
-    learning_rate: Number | None = None
-    sent: Number | None = msgspec.field(default=None, name="outer/bytes_sent")
-
-
-class EvaluateEvent(TimedEvent):
-    """Trainer's own fields come on top."""
-
-    weights: str = "global"
-    eval_loss: Number | None = None
-    eval_perplexity: Number | None = None
-    eval_accuracy: Number | None = None
-    eval_runtime: Seconds | None = None
-
-
-class SaveEvent(TimedEvent):
-    pass
-
-
-class PullEvent(TimedEvent):
-    pass
-
-
-class SendEvent(TimedEvent, kw_only=True):
-    fragment: Numbered
-    numel: Count | None = None
-
-
-class LandEvent(TimedEvent, kw_only=True):
-    fragment: Numbered
-    sent_at: Count
-    staleness: Count | None = None
-    outer_grad_norm: Number | None = None
-    cosine: Number | None = None
-    bytes_sent: Count | None = None
-    transfer_s: Seconds | None = None
-    rested_s: Seconds | None = None
-    regions: Count | None = None
-    members: Members = []
-    norms: Norms = []
-    coasted: dict[RegionName, Count] = {}
-    digest: int | None = None
-
-
-class VoidEvent(LandEvent):
-    pass
-
-
-class SitOutEvent(Event):
-    fragment: Numbered
-
-
-class GuardEvent(Event):
-    fragment: Numbered
-    sent_at: Count
-    regions: dict[str, Any]
-    norms: Norms = []
-    limit: Number | None = None
-
-
-class BeginAnewEvent(Event):
-    rounds: Count | None = None
-    times: Count | None = None
-
-
-class BestEvent(Event):
-    metric: str | None = None
-    value: Number | None = None
-
-
-class EpochEvent(Event):
-    epoch: Count
-    members: Members
-    losses: Count = 0
-    why: str = ""
-
-
-class RetryEvent(Event):
-    epoch: Count
-    op: Count
-    what: str
-    members: Members
-    why: str = ""
-
-
-class LateEvent(Event):
-    epoch: Count
-    region: Numbered
-    why: str = ""
-
-
-class LeftEvent(LateEvent):
-    pass
-
-
-class JoinEvent(Event):
-    epoch: Count
-    region: Numbered
-    donor: Numbered | None = None
-    base: Count | None = None
-
-
-class AwayEvent(Event):
-    held_s: Seconds
-    why: str = ""
-
-
-class WaysEvent(Event):
-    ways: dict[str, str]
-
-
-class DealEvent(Event):
-    samples: dict[RegionName, Count]
-    speeds: dict[RegionName, Number] = {}
-    why: str = ""
-
-
-class LinkEvent(Event):
-    link: str
-    why: str = ""
-
-
-class NoteEvent(Event):
-    message: str
-
-
-class FinishEvent(Event):
-    blocked_s: Seconds | None = None
-    bytes_sent: Count | None = None
-    sends: Count | None = None
-    digest: int | None = None
-
-
-class ErrorEvent(Event):
-    message: str = ""
-    exit_code: int | None = None
-
-
-def _kinds(of: type[Event]) -> list[type[Event]]:
-    return [kind for each in of.__subclasses__() for kind in (each, *_kinds(each))]
-
-
-_ALL = [each for each in _kinds(Event) if each is not TimedEvent]
-FIELDS = {
-    str(each.__struct_config__.tag): frozenset(field.encode_name for field in msgspec.structs.fields(each))
-    for each in _ALL
+Fields = dict[str, Any]
+_TIMED: Fields = {"took_s": Seconds | None, "blocked_s": Seconds | None}
+_BEGINNING = (
+    {"region": Numbered, "num_regions": Numbered, "num_fragments": Numbered, "outer": _Settings, "run": str},
+    {"journal": str, "joins": bool, "num_params": Count | None, "max_steps": Count | None, "timing": str}
+    | {"bytes_sent": Count | None, "from_region": Numbered | None, "checkpoint": str | None}
+    | {"at": Seconds | None, "versions": dict[str, Any], "training": dict[str, Any]},
+)
+_LANDING = (
+    {"fragment": Numbered, "sent_at": Count},
+    _TIMED
+    | {"staleness": Count | None, "outer_grad_norm": Number | None, "cosine": Number | None}
+    | {"bytes_sent": Count | None, "transfer_s": Seconds | None, "rested_s": Seconds | None}
+    | {"regions": Count | None, "members": Members, "norms": Norms}
+    | {"coasted": dict[RegionName, Count], "digest": int | None},
+)
+_OF_REGION = ({"epoch": Count, "region": Numbered}, {"why": str})
+_SCHEMA: dict[str, tuple[Fields, Fields]] = {
+    "start": _BEGINNING,
+    "resume": _BEGINNING,
+    "log": ({}, {"loss": Number | None, "learning_rate": Number | None, "outer/bytes_sent": Number | None}),
+    "evaluate": (
+        {},
+        _TIMED
+        | {"weights": str, "eval_loss": Number | None, "eval_perplexity": Number | None}
+        | {"eval_accuracy": Number | None, "eval_runtime": Seconds | None},
+    ),
+    "save": ({}, _TIMED),
+    "pull": ({}, _TIMED),
+    "send": ({"fragment": Numbered}, _TIMED | {"numel": Count | None}),
+    "land": _LANDING,
+    "void": _LANDING,
+    "sit_out": ({"fragment": Numbered}, {}),
+    "guard": (
+        {"fragment": Numbered, "sent_at": Count, "regions": dict[str, Any]},
+        {"norms": Norms, "limit": Number | None},
+    ),
+    "begin_anew": ({}, {"rounds": Count | None, "times": Count | None}),
+    "best": ({}, {"metric": str | None, "value": Number | None}),
+    "epoch": ({"epoch": Count, "members": Members}, {"losses": Count, "why": str}),
+    "retry": ({"epoch": Count, "op": Count, "what": str, "members": Members}, {"why": str}),
+    "late": _OF_REGION,
+    "left": _OF_REGION,
+    "join": ({"epoch": Count, "region": Numbered}, {"donor": Numbered | None, "base": Count | None}),
+    "away": ({"held_s": Seconds}, {"why": str}),
+    "ways": ({"ways": dict[str, str]}, {}),
+    "deal": ({"samples": dict[RegionName, Count]}, {"speeds": dict[RegionName, Number], "why": str}),
+    "link": ({"link": str}, {"why": str}),
+    "note": ({"message": str}, {}),
+    "finish": (
+        {},
+        {
+            "blocked_s": Seconds | None,
+            "bytes_sent": Count | None,
+            "sends": Count | None,
+            "digest": int | None,
+        },
+    ),
+    "error": ({}, {"message": str, "exit_code": int | None}),
 }
+"""By its kind, what a line must have beside what any has, and what it may have."""
+FIELDS = {kind: frozenset(("time_s", "step", *must, *may)) for kind, (must, may) in _SCHEMA.items()}
 """The fields of each kind of event."""
 _OPEN = frozenset({"log", "evaluate"})
-_ANY: Any = functools.reduce(operator.or_, _ALL)
+"""Lines of Trainer, whose own fields come on top."""
+
+
+def _struct_of(kind: str, must: Fields, may: Fields) -> type[Struct]:
+    plain = {name: name.replace("/", "_") for name in (*must, *may)}
+    fields: list[Any] = [(plain[name], of) for name, of in must.items()]
+    fields += [(plain[name], of, None) for name, of in may.items()]
+    names = {field: name for name, field in plain.items()}
+    return msgspec.defstruct(kind, fields, bases=(_Line,), tag_field="kind", tag=kind, rename=names)
+
+
+_ANY: Any = functools.reduce(operator.or_, (_struct_of(kind, *fields) for kind, fields in _SCHEMA.items()))
 
 
 def refuse_unknown(kind: str, facts: Any) -> None:
@@ -245,14 +131,7 @@ def wrong_with(event: Any) -> str | None:
     """
     kind = event.get("kind")
     try:
-        msgspec.convert(event, _Other if isinstance(kind, str) and kind not in FIELDS else _ANY)
+        msgspec.convert(event, _Line if isinstance(kind, str) and kind not in FIELDS else _ANY)
     except (msgspec.ValidationError, OverflowError) as error:
         return str(error)
     return None
-
-
-class _Other(Struct):
-    """What a line of any kind has."""
-
-    time_s: Seconds
-    step: Count
