@@ -20,13 +20,14 @@ TESTS = (
     "tools/plan/test_choice.py",
 )
 """Whose tests of each method run with it."""
-WHOLE = ("tools/plan", "cli/test_plan.py")
-"""What goes through all methods in each test."""
+WHOLE = ("tools/plan/test_choice.py", "cli/test_plan.py")
+"""Where a test goes through all methods."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tests", "chosen", "fewest"), [(TESTS, "seventh and not readme", 60), (WHOLE, "not seventh", 40)]
+    ("tests", "chosen", "fewest"),
+    [(TESTS, "seventh and not readme", 60), (WHOLE, "every_method or ten_rows", 2)],
 )
 def test_tests_of_all_methods_take_one_more(tests: tuple[str, ...], chosen: str, fewest: int) -> None:
     """`tests.seventh` adds a function to METHODS; the tests then run with it, and pass."""

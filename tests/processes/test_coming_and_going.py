@@ -166,13 +166,8 @@ def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "method"),
-    [
-        (loop, "streaming"),
-        (trainer, "streaming"),
-        (partial(loop), "streaming"),
-        (loop, "a fragment every step"),
-    ],
-    ids=["loop", "trainer", "encrypted", "a fragment every step"],
+    [(partial(loop), "a fragment every step"), (trainer, "streaming")],
+    ids=["loop, encrypted", "trainer"],
 )
 def test_a_region_that_is_started_again_comes_back(
     body: Callable[..., None], method: str, tmp_path: Path
