@@ -142,13 +142,12 @@ def run(options: argparse.Namespace) -> int:
     step_s = options.step_s
     if step_s is None:
         print(
-            f"measuring {speeds.STEPS} inner steps of the recipe, then codecs and outer steps. This takes a minute or two. Run "
-            "nothing else here meanwhile.",
+            f"measuring {speeds.STEPS} inner steps of the recipe. This takes a minute or two. Run nothing else here meanwhile.",
             flush=True,
         )
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
-    machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
+    machine = speeds.of_device(bool(recipe.training.get("use_cpu")))
     paces = paces_of(recipe, regions, options.speeds, step_s, options.gpus or 1)
     network_rtt_ms = figures.get("network_rtt_ms", 0.0) if options.rtt_ms is None else options.rtt_ms
     subject = Subject(recipe, model, link, paces.step_s, regions, machine, network_rtt_ms / 1e3)

@@ -19,7 +19,7 @@ from hf_cocodc.parts.tensors.flat import moved
 from hf_cocodc.parts.tensors.memory import HOST, Buffers
 from hf_cocodc.tools.bench.link import KNOWN
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
-from hf_cocodc.tools.plan.timing import SIDE, matrices, now, transfer
+from tests.benchmarks.timing import SIDE, matrices, now, transfer
 
 _NOTES = (
     "GB/s: 10^9 bytes of fp32 per second. Encoding ends with the last byte to send; decoding starts there.",

@@ -29,7 +29,7 @@ from hf_cocodc.engine.account import Totals
 from hf_cocodc.engine.replicas import Engine
 from hf_cocodc.parts.tensors.memory import HOST
 from hf_cocodc.tools.doctor.needs import most_in_flight
-from hf_cocodc.tools.plan.timing import now
+from tests.benchmarks.timing import now
 
 from . import codec, outer
 from .contestants import torchft_around

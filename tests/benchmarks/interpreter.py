@@ -29,7 +29,7 @@ from torch import nn
 
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
-from hf_cocodc.tools.plan.timing import llama_like
+from tests.benchmarks.timing import llama_like
 from tests.benchmarks.workers import run, serve, start_here
 
 PROGRAM = "tests.benchmarks.interpreter"

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_cocodc.parts.tensors.memory import HOST
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
-from hf_cocodc.tools.plan.timing import IDLE, LANDINGS, llama_like, now, rounds, tensors
+from tests.benchmarks.timing import IDLE, LANDINGS, llama_like, now, rounds, tensors
 
 _NOTES = (
     "bytes per param: the least that must be read and written; a merge that needs norms reads its inputs twice.",

@@ -22,12 +22,13 @@ from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP
 from hf_cocodc.tools.plan.forecast import Subject, codecs_of
-from hf_cocodc.tools.plan.speeds import Speeds, measure
+from hf_cocodc.tools.plan.speeds import Speeds
 from hf_cocodc.tools.plan.transfers import LinkFigures
 from tests.benchmarks.workers import run, serve
 
 from .emulation.privileges import obstacle
 from .emulation.wan import INTERFACE, Wan
+from .timing import speeds_here
 from .workload import model_of
 
 PROGRAM = "tests.benchmarks.plan"
@@ -122,7 +123,7 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     cells = [Cell(*each) for each in spec["cells"]]
     regions = spec["regions"]
     for cell in [each for each in cells for _ in range(TRAININGS[each.link])]:
-        speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
+        speeds = speeds_here(codecs_of([config_of(cell)]))
         planned = subject_of(link, PACE_S, speeds, regions)
         found = _train(spec, config_of(cell), planned)
         expected = subject_of(link, found["step_s"], speeds, regions).course(config_of(cell))

@@ -16,18 +16,11 @@ from hf_cocodc.methods import METHODS
 from hf_cocodc.settings.reading import read_yaml
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
-from hf_cocodc.tools.plan import choice, money, sizes, speeds, table, written
+from hf_cocodc.tools.plan import choice, money, sizes, table, written
 from hf_cocodc.tools.plan.transfers import MSS, MTU
-from tests.tools.plan.test_choice import SPEEDS
 
 LINK = ["--rtt-ms", "50", "--rate-mbit", "60"]
 PLAN = ["plan", "quickstart/diloco", *LINK, "--step-s", "0.1"]
-
-
-@pytest.fixture(autouse=True)
-def made_up_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds that are the same everywhere."""
-    monkeypatch.setattr(speeds, "measure", lambda codecs, accelerated: SPEEDS)
 
 
 def figures(seconds: list[float]) -> BenchReport:
@@ -414,3 +407,27 @@ def test_a_size_that_is_none_is_refused(
 ) -> None:
     assert main(["plan", *words, *LINK, "--step-s", "1"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_plan_is_for_a_gpu_unless_the_recipe_says_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is made: outer steps of a core would take a tenth of the time here."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out, used = tmp_path / "plan.json", []
+    size = [
+        "--params",
+        "1.2B",
+        "--rtt-ms",
+        "1",
+        "--rate-mbit",
+        "100000",
+        "--step-s",
+        "0.5",
+        "--target",
+        "0.5",
+    ]
+    for use_cpu in ("false", "true"):
+        assert main(["plan", *size, "--set", f"training.use_cpu={use_cpu}", "--json", str(out)]) == 0
+        used.append(read(out)[0]["rows"][0]["used"])
+    assert used[0] > 0.99 and used[1] < 0.95

@@ -22,7 +22,7 @@ PATIENCE_S = 120
 STARTS = (
     "hf_cocodc.training.launch.sole_writer",
     "hf_cocodc.cli.dry.show",
-    "hf_cocodc.tools.plan.speeds.measure",
+    "hf_cocodc.tools.plan.choice.choose",
     "hf_cocodc.training.simulation.run_in_lockstep",
     "hf_cocodc.tools.doctor.examine.examine",
     "hf_cocodc.coordinator.server.serve",

@@ -1,27 +1,17 @@
-"""How fast this machine encodes, decodes and takes outer steps: seconds per value, measured in a few seconds."""
+"""How fast machines are: an inner step of a recipe, which is measured here; codecs and outer steps, which are known."""
 
-import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from ... import parts
 from ...errors import CocodcError, InputError
 from ...methods import Method
-from ...parts.codecs.base import Codec
-from ...parts.tensors.flat import moved
-from ...parts.tensors.memory import HOST, Buffers
 from ...run.journal import read
-from .timing import LANDINGS, llama_like, matrices, now, rounds, transfer
 
 STEPS, EVERY, SKIPPED = 30, 5, 10
 """Inner steps, steps between two logs, and steps before the times count."""
@@ -44,9 +34,6 @@ _CHANGES = (
     "training.push_to_hub=false",
     "training.resume_from_checkpoint=null",
 )
-
-CODEC_VALUES, OUTER_VALUES = 2_000_000, 2_000_000
-REPEAT = 3
 
 
 def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Sequence[str]) -> float:
@@ -109,44 +96,31 @@ class Speeds:
         return self.land.get(reads, 0.0)
 
 
-def measure(codecs: Sequence[str], accelerated: bool) -> Speeds:
-    """Measure this machine for some seconds, on its GPU if one trains (`accelerated`)."""
-    device = torch.device("cuda") if accelerated and torch.cuda.is_available() else HOST
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)  # the link's thread has one
-        coded = {name: _coding(name, device) for name in codecs}
-    finally:
-        torch.set_num_threads(before)
+CORE = Speeds(
+    encode={
+        **{"fp32": 4e-11, "bf16": 3e-10, "fp16": 4e-10, "int8": 1e-9, "int4": 1e-9, "fp4": 2e-9},
+        **{"codebook_2bit": 8e-9, "topk": 5e-9, "topk_2bit": 6e-9, "lowrank": 5e-9},
+    },
+    decode={
+        **{"fp32": 2e-10, "bf16": 4e-10, "fp16": 5e-10, "int8": 6e-10, "int4": 1e-9, "fp4": 2e-9},
+        **{"codebook_2bit": 4e-9, "topk": 3e-10, "topk_2bit": 1e-9, "lowrank": 2e-9},
+    },
+    send=1.5e-9,
+    land={"replace": 1.5e-9, "mix": 4e-9, "compensate": 8e-9},
+)
+"""One core that does nothing else, as `tests.benchmarks.codec` and `outer` measured it."""
+_GPU = 30
+"""How many times as fast a GPU is: by the copies that a transfer makes (docs/evidence/gpu.md), at 1 TB/s. Not measured."""
 
-    def seconds(call: Callable[[], Any]) -> float:
-        began = now(device)
-        call()
-        return now(device) - began
 
-    shapes = llama_like(OUTER_VALUES)
-    numel = sum(map(math.prod, shapes))
-    found = {reads: rounds(config, shapes, device, REPEAT, seconds) for reads, config in LANDINGS.items()}
-    return Speeds(
-        encode={name: encode_s for name, (encode_s, _) in coded.items()},
-        decode={name: decode_s for name, (_, decode_s) in coded.items()},
-        send=median(each.send for each in found["replace"]) / numel,
-        land={reads: median(each.landing for each in every) / numel for reads, every in found.items()},
+def of_device(use_cpu: bool) -> Speeds:
+    """The speeds of what trains: a GPU, unless a recipe says that it is the CPU."""
+
+    def faster(seconds: Mapping[str, float]) -> dict[str, float]:
+        return {name: each / _GPU for name, each in seconds.items()}
+
+    return (
+        CORE
+        if use_cpu
+        else Speeds(faster(CORE.encode), faster(CORE.decode), CORE.send / _GPU, faster(CORE.land))
     )
-
-
-def _coding(name: str, device: torch.device) -> tuple[float, float]:
-    """Seconds per value to encode with a codec, and to decode."""
-    codec: Codec = getattr(parts.codecs, name)()
-    fragment = matrices(CODEC_VALUES)
-    values = torch.randn(fragment.numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST).to(
-        device
-    )
-    state, buffers, means = moved(codec.init(fragment), device), Buffers(device), list[Tensor]()
-    tries = []
-    for _ in range(REPEAT + 1):
-        buffers.give(*means)
-        means.clear()
-        tries.append(transfer(codec, fragment, values, state, buffers, means)[:2])
-    encode, decode = (median(each) for each in zip(*tries[1:], strict=True))  # the first allocates memory
-    return encode / fragment.numel, decode / fragment.numel

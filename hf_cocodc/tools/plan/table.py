@@ -26,7 +26,7 @@ _NOTES = (
     "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
     "The utilization that a run reports is the same, but evaluation and saving count as used there. "
-    "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
+    "GB/h: payload that a region sends. Sends, landings, codec: as on a GPU; with training.use_cpu as on a core.",
     "time: of training.max_steps inner steps, with waiting, sends and landings (with --json in seconds). Evaluation, saving, and "
     "the round that closes the run are not in it.",
     "DDP: data-parallel training over the same link at its best, with fp32 gradients that travel during the backward pass.",

@@ -11,8 +11,8 @@ import torch
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.traffic import Traffic
 from hf_cocodc.tools.bench.report import read
-from hf_cocodc.tools.plan.timing import LANDINGS, llama_like
 from tests.benchmarks import outer
+from tests.benchmarks.timing import LANDINGS, llama_like
 
 
 def test_every_part_of_an_outer_step_has_a_row() -> None:

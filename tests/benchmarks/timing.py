@@ -5,20 +5,24 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...engine.synchronizer import Synchronizer
-from ...link.base import Arrival, Awaited, Handle, MeanRequest, drive
-from ...link.lockstep import LockstepHub, LockstepLink
-from ...parts.codecs.base import Codec, CodecState, Message, Reply, Result, slices, weighted_mean
-from ...parts.fragments import Fragment
-from ...parts.schedules import every
-from ...parts.tensors.memory import Buffers, has_streams
-from ...resolve import from_config
-from ...settings import OuterConfig
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.link.base import Arrival, Awaited, Handle, MeanRequest, drive
+from hf_cocodc.link.lockstep import LockstepHub, LockstepLink
+from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs.base import Codec, CodecState, Message, Reply, Result, slices, weighted_mean
+from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.parts.schedules import every
+from hf_cocodc.parts.tensors.flat import moved
+from hf_cocodc.parts.tensors.memory import HOST, Buffers, has_streams
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tools.plan.speeds import Speeds
 
 T = TypeVar("T")
 SIDE = 1000
@@ -30,6 +34,8 @@ LANDINGS: dict[str, OuterConfig] = {
     "compensate": OuterConfig(method="cocodc", fragment_pattern="whole", num_fragments=1),
 }
 """A method for each kind of landing, by what its merge reads."""
+CODEC_VALUES, OUTER_VALUES = 2_000_000, 2_000_000
+REPEAT = 3
 
 
 def matrices(numel: int) -> Fragment:
@@ -153,3 +159,46 @@ def rounds(
 
 def tensors(shapes: Sequence[tuple[int, ...]], scale: float, device: torch.device) -> list[Tensor]:
     return [scale * torch.randn(shape, device=device) for shape in shapes]
+
+
+def speeds_here(names: Sequence[str]) -> Speeds:
+    """How fast a core of this machine is, as the planner wants to know it: measured for some seconds."""
+    device = HOST
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # the link's thread has one
+        coded = {name: _coding(name, device) for name in names}
+    finally:
+        torch.set_num_threads(before)
+
+    def seconds(call: Callable[[], Any]) -> float:
+        began = now(device)
+        call()
+        return now(device) - began
+
+    shapes = llama_like(OUTER_VALUES)
+    numel = sum(map(math.prod, shapes))
+    found = {reads: rounds(config, shapes, device, REPEAT, seconds) for reads, config in LANDINGS.items()}
+    return Speeds(
+        encode={name: encode_s for name, (encode_s, _) in coded.items()},
+        decode={name: decode_s for name, (_, decode_s) in coded.items()},
+        send=median(each.send for each in found["replace"]) / numel,
+        land={reads: median(each.landing for each in every) / numel for reads, every in found.items()},
+    )
+
+
+def _coding(name: str, device: torch.device) -> tuple[float, float]:
+    """Seconds per value to encode with a codec, and to decode."""
+    codec: Codec = getattr(codecs, name)()
+    fragment = matrices(CODEC_VALUES)
+    values = torch.randn(fragment.numel, generator=torch.Generator(HOST).manual_seed(0), device=HOST).to(
+        device
+    )
+    state, buffers, means = moved(codec.init(fragment), device), Buffers(device), list[Tensor]()
+    tries = []
+    for _ in range(REPEAT + 1):
+        buffers.give(*means)
+        means.clear()
+        tries.append(transfer(codec, fragment, values, state, buffers, means)[:2])
+    encode, decode = (median(each) for each in zip(*tries[1:], strict=True))  # the first allocates memory
+    return encode / fragment.numel, decode / fragment.numel
