@@ -1,7 +1,7 @@
-"""Report a run that has finished: its summary, and its picture."""
+"""Report a run that has finished."""
 
 import dataclasses
-import importlib.util
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ _WEIGHTS = ("*.safetensors", "*model*.bin")
 
 
 def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
-    """Print the summary of the regions that write to `folders`, region 0's first, and draw their picture into `output`, the
-    run's folder; what other commands have trained of it there counts, too.
+    """Print the summary of the regions that write to `folders`, region 0's first; what other commands have trained of the run in
+    its folder, `output`, counts, too.
 
     Returns the figures of the summary. It says so, and returns None, if no region has finished: those here have left a run that
     goes on without them.
@@ -34,13 +34,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
         return None
     summary = summarize(run)
     print("\n".join(fitting(line, indent=22) for line in summary.lines(_model(finished[0]), journals)))
-    if importlib.util.find_spec("matplotlib"):
-        from ..tools.report.charts import plot_run
-
-        plot_run(run, output / "run.png")
-        print(f"picture               {output / 'run.png'}")
-    else:
-        print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
+    print(f"charts                {shlex.join(['hf-cocodc', 'report', str(output)])}")
     return dataclasses.asdict(summary)
 
 

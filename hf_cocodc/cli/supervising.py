@@ -293,8 +293,7 @@ def _train(
             f"finished at inner step {steps}. The script keeps no journal: OuterOptimizer(journal=FILE) makes a summary."
         )
         return 0
-    # commands that run one region each may share a folder: each draws a picture of its own
-    report(homes, homes[0].parent if len(homes) == order.part.count else homes[0])
+    report(homes, homes[0].parent)
     return 0
 
 

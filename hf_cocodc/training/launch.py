@@ -167,7 +167,7 @@ class RegionProcess:
 def machine_of(launcher_args: Sequence[str]) -> int:
     """Which machine of its region this is, by accelerate's arguments or configuration; 0 if it is the only one.
 
-    Machine 0 has the region's rank 0, which writes the journal. Only its command shows a summary and draws the picture.
+    Machine 0 has the region's rank 0, which writes the journal. Only its command shows a summary.
     """
     return (told_accelerate(launcher_args).machine_rank or 0) if launcher_args else 0
 

@@ -19,7 +19,6 @@ from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.run.figures import data_parallel_bytes
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tools.report import charts as plots
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarize
 from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama
@@ -185,12 +184,6 @@ def test_the_summary_speaks_of_the_best_model(tmp_path: Path) -> None:
         )
         file.write("\n")
     assert summarize(read_run("run", [path])).best_step is None
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    """A run gives one PNG, also with NaN losses in it."""
-    plots.plot_run(read_run("run", [a_run(tmp_path, 0), a_run(tmp_path, 1)]), tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_journal_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

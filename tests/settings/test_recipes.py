@@ -74,10 +74,10 @@ def test_the_readmes_quickstart_runs(
         "outer steps           2",
         "training blocked",
         "sent by",
+        "charts                hf-cocodc report ",
     ):
         assert line in said
     folder = tmp_path / "runs" / "quickstart-diloco"
-    assert (folder / "run.png").is_file()
     kinds = [event["kind"] for event in read(folder / "region-1" / "cocodc" / "journal.jsonl")]
     assert kinds.count("land") == 2
     model = AutoModelForCausalLM.from_pretrained(folder / "region-0")

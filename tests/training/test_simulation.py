@@ -67,7 +67,6 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     assert "at" not in events[0], "simulated time has no date"
     [*_, last] = [event for event in events if event["kind"] == "log"]
     assert 0 < last["outer/compute_utilization"] < 1
-    assert (tmp_path / "run" / "simulated" / "run.png").is_file()
 
 
 def test_a_round_trip_is_twice_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:

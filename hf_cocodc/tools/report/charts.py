@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from . import timeline
 from .journals import MOST_NUMBER, RegionJournal, figure
 from .runs import RunRecord
 from .spending import sent_over, shares, spent, totals
-from .summary import summarize
 from .timeline import unit_of
 from .waits import Activity, Story, sections
 
@@ -172,36 +170,6 @@ def transfers(run: RunRecord, window: timeline.Window) -> Picture:
             f"; training waited at most {waited:.2f} s for one" if waited else ""
         )
         return Picture(_svg(made), f"{window.title}: {words}.")
-
-
-def plot_run(run: RunRecord, path: Path) -> None:
-    """Draw a run as one picture: losses and, if they have times, what the time of each region went into, and the transfers around
-    its longest wait. The ending of `path` decides between PNG and SVG. Raises InputError if matplotlib is not installed.
-    """
-    shown = timeline.windows(run)[:1] if run.has_times else []
-    heights = [
-        3.4,
-        *([_height_of_strips(run)] if run.has_times else []),
-        *(_height_of_window(run, w) for w in shown),
-    ]
-    with _drawing() as figure:
-        made = figure(sum(heights))
-        first, *rest = made.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        draw_losses(first, [run], 0)
-        title = f"{run.method}, {run.num_regions} regions"
-        if run.has_finished and run.has_times:
-            title += f"; training blocked: {summarize(run).blocked()}"
-        first.set_title(title)
-        if first.get_legend_handles_labels()[0]:
-            first.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-        for axis, window in zip(rest, [None, *shown], strict=False):
-            if window is None:
-                timeline.draw_shares(axis, run)
-            else:
-                timeline.draw_window(axis, run, window)
-            timeline.legend(axis, run, with_phases=window is not None)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made.savefig(path, dpi=130)
 
 
 def _height_of_strips(run: RunRecord) -> float:

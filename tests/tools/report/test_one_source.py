@@ -22,7 +22,7 @@ from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 from tests.tools.report.made import a_resumed_run, a_run, an_elastic_run, write
 from tests.training.test_simulation import RECIPE, STEPS, TIMES, TINY
 
-PLACES = ("global model", "journal", "picture", "report")
+PLACES = ("global model", "journal", "charts", "report")
 STEP_TOKENS = 4 * 128
 
 
@@ -171,7 +171,6 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pictures, name, lambda *args: [])
     for name in ("strips", "transfers"):
         monkeypatch.setattr(pictures, name, lambda *args: pictures.Picture("<svg></svg>", ""))
-    monkeypatch.setattr(pictures, "plot_run", lambda run, path: None)
 
 
 def on_the_page(folder: Path, page: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.tools.report.charts import AXES, draw_losses, losses, plot_run, utilization
+from hf_cocodc.tools.report.charts import AXES, draw_losses, losses, utilization
 from hf_cocodc.tools.report.journals import read_journal
 from hf_cocodc.tools.report.page import page
 from hf_cocodc.tools.report.runs import load, read_run
@@ -248,7 +248,6 @@ def test_a_run_without_time_has_losses_and_no_timeline(tmp_path: Path) -> None:
     [run] = load([tmp_path])
     assert not run.has_times and run.step == 80
     assert [each.alt.split(":")[0].split(" against ")[1] for each in losses([run])] == list(AXES[:3])
-    plot_run(run, tmp_path / "run.png")
     text = page([run])
     assert "Staleness" in text and "Who waited for whom" not in text
 
