@@ -48,6 +48,7 @@ class About:
         model: the config of the model, as far as it changes its function; by names in a recipe.
         facts: the training and the data; by names in a recipe, JSON-able. Regions, and a resumed run, must have equal values
             unless regions.may_differ has the name.
+        together: what regions do at the same inner steps, by names in a recipe, JSON-able: equal in all, and free at a resume.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
         recipe: what regions get that join without a recipe (`settings/handed.py`); None if a script trains.
         why_fixed: why the run cannot go on without a lost region, in a sentence; empty if it can.
@@ -56,6 +57,7 @@ class About:
     run: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    together: Mapping[str, Any] = field(default_factory=dict)
     first_samples: str = ""
     recipe: Mapping[str, Any] | None = None
     why_fixed: str = ""

@@ -212,7 +212,7 @@ def connect(
             " ".join([first, *(line[-8:] for line in rest)]) for first, *rest in zip(*of_ranks, strict=True)
         ]
 
-    told = {**settings(config), **regions.compared}
+    told = {**settings(config), **regions.compared, **about.together}
 
     def mine() -> RegionContext:
         run = name if stage is None else f"{name}, stage {lane}"
@@ -368,7 +368,7 @@ def meet(
             raise
     if link.num_regions == 1:
         return link
-    told = {**settings(config), **regions.compared}
+    told = {**settings(config), **regions.compared, **about.together}
     mine = hello(model, told, max_steps, link.num_lanes, about, regions.allowed)
     text = json.dumps(mine).encode()
     hellos = [json.loads(each) for each in spread_all(link, text, "what it is").values()]

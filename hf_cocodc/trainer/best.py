@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from accelerate import Accelerator
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
@@ -26,7 +26,7 @@ from ..snapshot.checkpoint import Facts, read_own
 from ..snapshot.files import take_over
 from ..snapshot.folders import PREFIX, run_of, step_of
 from ..snapshot.resume import Start, damage_here
-from .beginning import interval, metric_of
+from .beginning import epoch_steps, metric_of
 from .leaving import keeps_in_step
 from .loop import waits_for_metrics
 
@@ -222,7 +222,7 @@ class Best:
         args, state = self._trainer.args, copy.copy(self._trainer.state)
         if args.eval_strategy == IntervalStrategy.EPOCH:
             loader = self._trainer.callback_handler.train_dataloader
-            often = interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps)
+            often = min(epoch_steps(args, len(loader) if has_length(loader) else None), state.max_steps)
             is_end = often > 0 and (step % often == 0 or step >= state.max_steps)
             return is_end and args.eval_delay <= step / often
         state.global_step = step

@@ -37,7 +37,16 @@ from ..snapshot.receive import Received
 from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from ..status import tell
 from .attaching import find_trainer, refuse, refuse_finished, refuse_undealt, settle, wrap_class
-from .beginning import Beginning, Habits, agree_on_start, base_for, check_habits, told, why_fixed
+from .beginning import (
+    Beginning,
+    agree_on_start,
+    base_for,
+    common_epoch,
+    done_together,
+    evaluate_together,
+    told,
+    why_fixed,
+)
 from .best import Best
 from .feed import Feed
 from .leaving import answer, first_signal, leave, say_farewell
@@ -162,8 +171,8 @@ class CoCoDCCallback(TrainerCallback):
             trainer.add_callback(self)
         all_report = self.regions.report_regions == "all" and self._given_link is None
         settle(trainer, self.region, all_report)
-        averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
-        self._best = Best(trainer, averages)
+        self._is_eager = not from_config(self.config).outer.regions_agree
+        self._best = Best(trainer, averages=self._is_eager and self.evaluate_on == "global")
         is_dealt = self.regions.rule_of_batch is not None
         self.place = StreamPlace(trainer, is_dealt)
         num_parts = max(self.num_regions, 1) if self.regions.shards == "dealt" else None
@@ -190,11 +199,7 @@ class CoCoDCCallback(TrainerCallback):
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
-        loader, averages = kwargs.get("train_dataloader"), self._best.averages
-        habits = check_habits(self._link, args, state, loader, averages, told(self._base, Habits))
-        loop = TrainerLoop(
-            trainer, self._beginning, habits, lambda: self._best.stand_in(self._running), self.feed
-        )
+        loop = TrainerLoop(trainer, self._beginning, lambda: self._best.stand_in(self._running), self.feed)
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -334,15 +339,17 @@ class CoCoDCCallback(TrainerCallback):
             )
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
-    def agree_on_length(self, max_steps: int, num_batches: int) -> int:
+    def agree_on_length(self, max_steps: int, num_batches: int | None) -> int:
         """The inner steps that all regions make, where this one would make `max_steps`, and this rank has `num_batches` in an
         epoch. A collective call. Raises InputError if ranks of the region differ, HandshakeError like `agree_on_start`.
         """
         assert self._link is not None and self._trainer is not None
         if self._trainer.accelerator.num_processes > 1:
             refuse_uneven(ranks_of_region(), max_steps, num_batches)
-        own = Beginning(max_steps, secrets.randbits(48))
-        self._beginning = agree_on_start(self._link, own, told(self._base, Beginning))
+        args, is_alone = self._trainer.args, self._link.num_regions == 1
+        together = not is_alone and evaluate_together(args, self.evaluate_on, self._is_eager)
+        own = Beginning(max_steps, secrets.randbits(48), common_epoch(args, num_batches, together))
+        self._beginning = agree_on_start(self._link, own, told(self._base))
         return self._beginning.max_steps
 
     def find_place(self, epochs: int, batches: int, checkpoint: str | None) -> tuple[int, int]:
@@ -418,7 +425,9 @@ class CoCoDCCallback(TrainerCallback):
         is_dealt = self.regions.shards == "dealt"
         if is_dealt:
             note_order(trainer.train_dataset)
-        self._about = replace(of_trainer(trainer, bare, self._facts, is_dealt), recipe=self.recipe)
+        together = done_together(trainer.args, self.evaluate_on, self._is_eager)
+        about = of_trainer(trainer, bare, self._facts, is_dealt)
+        self._about = replace(about, recipe=self.recipe, together=together)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
         mine = (trainer.accelerator, bare, self.config, self.regions, given)
         return meet(self._given_link, *mine, about=self._about)

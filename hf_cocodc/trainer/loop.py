@@ -13,7 +13,7 @@ from ..engine.balance import Batch
 from ..run.loop import save_shards
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
-from .beginning import Beginning, Habits, metric_of
+from .beginning import Beginning, metric_of, started
 from .feed import Feed
 
 
@@ -24,12 +24,11 @@ class TrainerLoop:
         self,
         trainer: Trainer,
         agreed: Beginning,
-        habits: Habits,
         stand_in: Callable[[], None],
         feed: Feed | None = None,
     ) -> None:
         self._trainer, self.stand_in, self._feed = trainer, stand_in, feed
-        self.started = {"run": agreed.run, "Beginning": list(agreed), "Habits": list(habits)}
+        self.started = started(agreed)
         self.keeps_link = metric_of(trainer.args) is not None
 
     @property

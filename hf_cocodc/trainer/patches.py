@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from ..errors import CheckpointError, InputError
 from ..link.group import wait_for_ranks
@@ -39,7 +40,7 @@ PROVEN = ("5.19", "5.24")
 WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
     "hyperparameter_search": (),
-    "set_initial_training_values": (),
+    "set_initial_training_values": ("dataloader",),
     "_init_training_state": ("resume_from_checkpoint",),
     "get_train_dataloader": (),
     "get_batch_samples": (),
@@ -124,7 +125,9 @@ class Patches:
     def set_initial_training_values(self, compute: Callable, *args: Any, **kwargs: Any) -> tuple:
         """Cuts the run to the length that all regions can make, before the learning rate schedule is made for it."""
         *values, max_steps = compute(*args, **kwargs)
-        agreed = self._callback.agree_on_length(max_steps, values[BATCHES])
+        loader = inspect.signature(compute).bind(*args, **kwargs).arguments["dataloader"]
+        num_batches = values[BATCHES] if has_length(loader) else None
+        agreed = self._callback.agree_on_length(max_steps, num_batches)
         values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
         return *values, agreed
 

@@ -245,13 +245,13 @@ def test_the_same_arguments_serve_a_second_trainer(tmp_path: Path) -> None:
         (
             "streaming",
             {"save_strategy": "epoch"},
-            r"region 0 saves every 5 inner steps, region 1 every 6.* save_steps=5",
+            r"inner steps: 5 in region 0, 6 in region 1.* save_steps=5",
         ),
-        ("streaming", {"save_steps": 4}, r"region 0 saves every 4 inner steps, region 1 every 5"),
+        ("streaming", {"save_steps": 4}, r"disagree on training.save_steps: region 0 has 4, region 1 has 5"),
         (
             "eager",
             {"save_strategy": "no", "eval_strategy": "epoch"},
-            r"region 0 evaluates every 5 .* eval_steps=5",
+            r"inner steps: 5 in region 0, 6 in region 1.* save_steps=5 .eval_strategy",
         ),
     ],
 )

@@ -12,10 +12,10 @@ from datasets import IterableDataset
 from transformers import Trainer, get_scheduler
 
 from hf_cocodc import simulate
-from hf_cocodc.errors import CheckpointError, HandshakeError, RunStopped
+from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot.receive import Received
-from hf_cocodc.trainer.beginning import Beginning, Habits, told
+from hf_cocodc.trainer.beginning import Beginning, told
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At, callback_of, make
 from tests.toys import params_of
@@ -98,25 +98,29 @@ def rows() -> Iterator[dict[str, list[int]]]:
         (
             STEPS_2,
             NEVER,
-            r"region 0 evaluates every 2 inner steps, region 1 never.*eval_strategy and eval_steps",
+            r"disagree on training.eval_strategy: region 0 has 'steps', region 1 has 'no'",
         ),
-        (STEPS_2, DELAYED, r"eval_delay=0 in region 0, but 3 in region 1"),
+        (STEPS_2, DELAYED, r"disagree on training.eval_delay: region 0 has 0, region 1 has 3"),
         (
             {"eval_on_start": True},
             {"eval_on_start": False},
-            r"eval_on_start=True in region 0, but False in region 1",
+            r"disagree on training.eval_on_start: region 0 has True, region 1 has False",
         ),
         (
             {"eval_strategy": "epoch", "data": IterableDataset.from_generator(rows)},
             {},
-            r"region 0 evaluates after epochs of unknown length.*eval_strategy=steps",
+            r"epochs of this data have no known length.* eval_strategy=steps",
         ),
         (
             {"save_strategy": "steps", "save_steps": 3},
             {"save_strategy": "no"},
-            r"region 0 saves every 3 inner steps, region 1 never",
+            r"disagree on training.save_strategy: region 0 has 'steps', region 1 has 'no'",
         ),
-        (STEPS_2, {"evaluate_on": "local"}, r"evaluate_on=global in region 0, but local in region 1"),
+        (
+            STEPS_2,
+            {"evaluate_on": "local"},
+            r"disagree on evaluation.on: region 0 has 'global', region 1 has 'local'",
+        ),
     ],
 )
 def test_regions_that_would_wait_for_each_other_in_vain(
@@ -127,7 +131,7 @@ def test_regions_that_would_wait_for_each_other_in_vain(
     def body(region: int, link: Link) -> None:
         make(tmp_path, link, "eager", **{"save_strategy": "no", **common, **(own if region else {})}).train()
 
-    with pytest.raises(HandshakeError, match=message):
+    with pytest.raises(InputError, match=message):
         simulate(body, regions=2)
 
 
@@ -147,6 +151,6 @@ def test_an_evaluation_that_needs_no_other_region_may_take_place_in_one(tmp_path
 def test_what_a_donor_says_of_the_start_is_checked(said: Any, tmp_path: Path) -> None:
     received = Received(tmp_path, 2, 4, 7, {"Beginning": said})
     with pytest.raises(CheckpointError, match="region 2 sends a base without what the regions agreed on"):
-        told(received, Beginning)
-    assert told(received, Habits) == {}
-    assert told(received._replace(started={"Beginning": [9, 7]}), Beginning) == {2: Beginning(9, 7)}
+        told(received)
+    assert told(received._replace(started={"Beginning": [9, 7]})) == {2: Beginning(9, 7)}
+    assert told(None) == {}

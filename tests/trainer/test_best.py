@@ -298,19 +298,19 @@ def test_a_rate_that_falls_on_a_plateau_falls_in_all_regions(tmp_path: Path) -> 
             {},
             {"load_best_model_at_end": False},
             HandshakeError,
-            "load_best_model_at_end=True in region 0, but False in",
+            "disagree on training.load_best_model_at_end: region 0 has True, region 1 has False",
         ),
         (
             {},
             {"metric_for_best_model": "loss"},
             HandshakeError,
-            "region 0 and region 1 have different metrics",
+            "disagree on training.metric_for_best_model",
         ),
         (
             {},
             {"save_steps": 4, "eval_steps": 4},
             HandshakeError,
-            "region 0 saves every 2 inner steps, region 1 every 4",
+            "disagree on training.save_steps: region 0 has 2, region 1 has 4",
         ),
         ({"scores": {2: (1.0, None)}}, {}, InputError, "the evaluation in region 1 has not given eval_score"),
         (
