@@ -179,7 +179,6 @@ def _network(
         yield way.congestion(dataclasses.replace(network, congestion=chosen), regions.rate_limit)
     except InputError as error:
         yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
-    yield way.packets(network)
     yield _link(patient, network.address or "127.0.0.1", keys is not None)
     tell("calling the coordinator")
     findings = coordinator.reach(regions.coordinator, keys)

@@ -5,7 +5,6 @@ import ipaddress
 import os
 import platform
 import socket
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ T = TypeVar("T")
 SYSCTL = Path("/proc/sys/net/ipv4")
 _PACKAGE = "hf-cocodc"
 _SHOWN = ("torch", "transformers", "accelerate", "datasets")
-_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14  # Linux
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,6 @@ class Network:
 
     Attributes:
         address: the one that this machine announces; None without a coordinator.
-        mtu, path_mtu: bytes of a packet on the interface, and on the way to the coordinator as far as the kernel knows.
-        probes_mtu: whether the kernel finds the MTU of a path that swallows large packets.
         known: congestion controls that this kernel can use now.
         ports: first and last of the ephemeral port range.
         rtt_s: seconds of a round trip to the coordinator; None on its own machine.
@@ -126,9 +122,6 @@ class Network:
     address: str | None = None
     interface: str | None = None
     is_up: bool | None = None
-    mtu: int | None = None
-    path_mtu: int | None = None
-    probes_mtu: bool | None = None
     congestion: str | None = None
     known: Sequence[str] = ()
     ports: tuple[int, int] | None = None
@@ -204,9 +197,6 @@ def network(coordinator: str | None, interface: str | None) -> Network:
         address=address,
         interface=name,
         is_up=None if stats is None else stats.isup,
-        mtu=None if stats is None else stats.mtu,
-        path_mtu=None if coordinator is None else _path_mtu(coordinator),
-        probes_mtu=_read("tcp_mtu_probing", lambda text: text != "0"),
         congestion=_read("tcp_congestion_control", str),
         known=_read("tcp_available_congestion_control", str.split) or (),
         ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
@@ -219,21 +209,6 @@ def _read(name: str, understand: Callable[[str], T]) -> T | None:
     """A setting of the kernel; None where there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return understand((SYSCTL / name).read_text().strip())
-    return None
-
-
-def _path_mtu(coordinator: str) -> int | None:
-    if sys.platform != "linux":
-        return None
-    host, port = parts_of(coordinator)
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        if family != socket.AF_INET:
-            return None
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
-            probe.connect(address)  # sends nothing
-            return probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Findings about the way to the other regions: address, port, congestion control and packets."""
+"""Findings about the way to the other regions: address, port and congestion control."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,6 @@ from ...settings import RegionConfig
 from ...settings.regions import OF_GROUPS
 from .facts import OK, WARN, WRONG, Finding, Network, is_private, unknown
 
-_PACKET = 1500
 _LONG_S = 0.005
 """Round trips below this stay within one site, where any congestion control and any buffer will do."""
 
@@ -20,32 +19,6 @@ ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announ
 def all_here() -> list[Finding]:
     """The only finding if all regions train on this machine."""
     return [Finding("network", OK, "all regions train on this machine, over the loopback")]
-
-
-def packets(network: Network) -> Finding:
-    """Whether large packets go through."""
-    if network.mtu is None:
-        return unknown("MTU")
-    words = f"{network.mtu} bytes on {network.interface}"
-    path = network.path_mtu
-    if path is not None and path < min(network.mtu, 65_535):
-        words += f", {path} on the way to the coordinator"
-        if network.probes_mtu is False:
-            return Finding(
-                "MTU",
-                WARN,
-                f"{words}: a path that swallows large packets without a word stops transfers.",
-                "sysctl -w net.ipv4.tcp_mtu_probing=1",
-            )
-    tunnel = (network.interface or "").startswith(("wg", "tun", "tailscale", "zt"))
-    if tunnel and network.mtu >= _PACKET:
-        return Finding(
-            "MTU",
-            WARN,
-            f"{words}: a tunnel adds 60 to 80 bytes to each packet, which then has to be cut in two.",
-            f"ip link set {network.interface} mtu 1420",
-        )
-    return Finding("MTU", OK, words)
 
 
 def port(network: Network, chosen: int | None) -> Finding:

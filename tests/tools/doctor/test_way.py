@@ -18,9 +18,6 @@ FAR = Network(
     address="10.0.0.2",
     interface="wg0",
     is_up=True,
-    mtu=1420,
-    path_mtu=1420,
-    probes_mtu=False,
     congestion="bbr",
     known=("reno", "cubic"),
     ports=(32768, 60999),
@@ -35,11 +32,6 @@ BBR = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
     [
         ({}, "address", OK, "announces 10.0.0.2 on wg0", None),
         ({"is_up": False}, "address", WRONG, "10.0.0.2 on wg0: the interface is down", "ip link set wg0 up"),
-        ({}, "packets", OK, "1420 bytes on wg0", None),
-        ({"path_mtu": 1380}, "packets", WARN, "1380 on the way", "sysctl -w net.ipv4.tcp_mtu_probing=1"),
-        ({"path_mtu": 1380, "probes_mtu": True}, "packets", OK, "1380 on the way", None),
-        ({"mtu": 1500, "path_mtu": 1500}, "packets", WARN, "a tunnel adds", "ip link set wg0 mtu 1420"),
-        ({"mtu": 1500, "path_mtu": 1500, "interface": "eth0"}, "packets", OK, "1500 bytes on eth0", None),
         ({}, "port", OK, "listens on any free port of 32768 .. 60999", None),
         ({}, "congestion", OK, "TCP bbr", None),
         ({"congestion": "cubic"}, "congestion", WARN, "TCP cubic needs seconds", f"modprobe tcp_bbr; {BBR}"),
@@ -56,7 +48,7 @@ def test_each_line(changes: dict[str, Any], line: str, level: str, words: str, c
     assert found.command == command or (command is not None and str(found.command).startswith(command))
 
 
-@pytest.mark.parametrize("line", ["packets", "port", "congestion"])
+@pytest.mark.parametrize("line", ["port", "congestion"])
 def test_what_a_machine_does_not_say_is_not_known(line: str) -> None:
     """Elsewhere than on Linux nothing is made up."""
     more = () if line == "packets" else (None,)
@@ -138,11 +130,11 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
         found = facts.network(coordinator, None)
         assert (found.address, found.interface, found.is_up) == ("127.0.0.1", "lo", True)
-        assert found.rtt_s is not None and found.mtu is not None and found.mtu > 1000
+        assert found.rtt_s is not None
         assert found.paces is not None
         with pytest.raises(InputError, match="regions.interface='wg9' is not a network interface"):
             facts.network(coordinator, "wg9")
     monkeypatch.setattr(facts, "SYSCTL", tmp_path)
     blind = facts.network(coordinator, None)
-    assert (blind.congestion, blind.ports, blind.probes_mtu) == (None, None, None)
+    assert (blind.congestion, blind.ports) == (None, None)
     assert blind.rtt_s is None  # nobody listens any more
