@@ -63,13 +63,11 @@ def take(options: argparse.Namespace) -> Recipe | None:
         _refuse_missing(recipe, handed, name, options)
         check_sections(recipe)
         _refuse_batch(recipe, handed, options)
-    lines = [] if doubts else _lines(recipe, handed, options)
     if not options.dry_run:
         path = _write(path, recipe, name, address)
     if doubts:
         raise _refusal(doubts, name, path, address, options)
-    print(f"recipe of run {name!r}{'' if options.dry_run else f', written to {path}'}:")
-    print("\n".join(lines), flush=True)
+    print(f"recipe of run {name!r}{'' if options.dry_run else f', written to {path}'}", flush=True)
     options.recipe, options.overrides = str(path), []
     return recipe
 
@@ -163,42 +161,6 @@ def _batch(recipe: Recipe) -> tuple[int, int]:
     each, micro = recipe.training.get(_BATCH, 8), recipe.training.get(_ACCUMULATION, 1)
     is_number = isinstance(each, int) and isinstance(micro, int) and min(each, micro) > 0
     return (each, micro) if is_number else (0, 0)  # what is wrong with it, the checks of training say
-
-
-def _lines(recipe: Recipe, handed: Handed, options: argparse.Namespace) -> list[str]:
-    """What differs on this machine, and what it takes from where."""
-    rows = []
-    for key in PLACES:
-        value = at(recipe, key)
-        if value is not None:
-            rows.append((key, f"{short(value, 200)} ({_place(key, value, handed)})"))
-    rows.append((_FOLDER, str(output_dir(recipe))))
-    devices = _devices(recipe, options)
-    if devices is not None:
-        here = "CPU" if devices == 0 else f"{devices} GPU{'s' * (devices > 1)}"
-        rows.append(
-            ("device", f"{here} here, {short(handed.device) or 'unknown'} in the region that opened the run")
-        )
-    each, micro = _batch(recipe)
-    rows.append(
-        (
-            "batch",
-            f"{each} x {micro} on each device; if that needs too much memory: --set training.{_BATCH}=N --set training."
-            f"{_ACCUMULATION}=M, with the same product",
-        )
-    )
-    if recipe.regions.rate_limit is not None:
-        rate = f"{recipe.regions.rate_limit:g} Mbit/s, as in the run; for the link of this machine: --set regions.rate_limit=N"
-        rows.append(("regions.rate_limit", rate))
-    return [f"  {name:<24}{value}" for name, value in rows]
-
-
-def _place(key: str, value: str, handed: Handed) -> str:
-    here = "here" if os.path.exists(value) else "from the Hub"
-    there = "a folder" if key in handed.folders else "from the Hub"
-    if here == "here":
-        return "a folder here" if there == "a folder" else "a folder here, from the Hub in the run"
-    return here
 
 
 def _write(path: Path, recipe: Recipe, name: str, address: str) -> Path:

@@ -69,18 +69,16 @@ class Handed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         text: the recipe, in YAML, without what is of a machine or an account; empty if it cannot be handed over.
         why: why it cannot; empty if it can.
         folders: those of `PLACES` that are folders or files on its machine, and not names on the Hub.
-        device: on what it trains, in words.
         batch: sequences of an inner step of a region.
     """
 
     text: Annotated[str, Meta(max_length=MOST_BYTES)] = ""
     why: Annotated[str, Meta(max_length=1000)] = ""
     folders: Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=10)] = ()
-    device: Annotated[str, Meta(max_length=200)] = ""
     batch: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
 
 
-def handed_over(recipe: Recipe, regions: RegionConfig, device: str, batch: int) -> dict[str, Any]:
+def handed_over(recipe: Recipe, regions: RegionConfig, batch: int) -> dict[str, Any]:
     """What a region tells the coordinator of its recipe, as JSON can express it: see `Handed`, which `received` makes of it.
 
     `regions`: its section, resolved: the recipe need not have the number of regions.
@@ -99,7 +97,7 @@ def handed_over(recipe: Recipe, regions: RegionConfig, device: str, batch: int) 
     if _SECRETS.search(text):
         return {"why": "it holds a token, or an address with a password, which only its own machine may know"}
     folders = [key for key in PLACES if os.path.exists(at(recipe, key) or "")]
-    return {"text": text, "folders": folders, "device": device[:200], "batch": batch}
+    return {"text": text, "folders": folders, "batch": batch}
 
 
 def received(told: Mapping[str, Any]) -> Handed:

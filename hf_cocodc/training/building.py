@@ -85,16 +85,6 @@ def batch_of(args: Any) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
-def device_of(args: Any) -> str:
-    """On what a region trains, in words."""
-    import torch
-
-    if args.device.type == "cpu":
-        return "CPU"
-    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
-    return f"{max(1, args.n_gpu) * args.world_size} x {name}"
-
-
 def at_most_cores(setting: str, wanted: int) -> int:
     """A number of processes; as many as this process may use cores, with a line in the log, if more are `wanted`."""
     from ..parts.tensors.slices import cores

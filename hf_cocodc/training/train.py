@@ -34,8 +34,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     )
     args = building.arguments(recipe, TrainingArguments)
     if link is None:
-        device, batch = building.device_of(args), building.batch_of(args)
-        callback.recipe = handed_over(recipe, callback.regions, device, batch)
+        callback.recipe = handed_over(recipe, callback.regions, building.batch_of(args))
     is_writer = os.environ.get("RANK", "0") == "0"
     folder = building.output_dir(recipe) / f"region-{callback.region}"
     with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():

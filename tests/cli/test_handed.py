@@ -42,7 +42,7 @@ class Place:
         """A run of the quickstart recipe with these changes, that trains. `told`: of what it hands over."""
         recipe = Recipe.load(RECIPE, [*CHANGES, *changes])
         regions = dataclasses.replace(REGIONS, rate_limit=recipe.regions.rate_limit)
-        handed = handed_over(recipe, regions, "1 x NVIDIA H200", 4)
+        handed = handed_over(recipe, regions, 4)
         self.begin_with({**handed, **told}, name)
 
     def begin_with(self, handed: Any, name: str = "mine", keys: Keys | None = None) -> None:
@@ -83,10 +83,7 @@ def test_the_recipe_of_the_run_is_trained_and_kept(place: Place, capsys: pytest.
     place.begin("regions.rate_limit=40")
     assert place.join("--set", "training.logging_steps=7") == 0
     said = capsys.readouterr().out
-    assert "recipe of run 'mine', written to runs/mine.yaml:" in said
-    assert "CPU here, 1 x NVIDIA H200 in the region that opened the run" in said
-    assert "4 x 1 on each device" in said
-    assert "40 Mbit/s, as in the run; for the link of this machine: --set regions.rate_limit=N" in said
+    assert "recipe of run 'mine', written to runs/mine.yaml\n" in said
     [order] = place.orders
     kept = Recipe.load(place.folder / "runs" / "mine.yaml")
     wanted = Recipe.load(RECIPE, [*CHANGES, "training.logging_steps=7", "training.output_dir=runs/mine"])
@@ -169,7 +166,7 @@ def test_only_a_caller_with_the_secret_gets_a_recipe(
     place = Place(tmp_path, orders, secrets=[keys])
     try:
         recipe = Recipe.load(RECIPE, CHANGES)
-        place.begin_with(handed_over(recipe, REGIONS, "CPU", 4), keys=keys)
+        place.begin_with(handed_over(recipe, REGIONS, 4), keys=keys)
         assert place.join() == 2
         assert "the coordinator has a secret, and the caller has none" in capsys.readouterr().err
         assert place.join("--secret-file", str(other)) == 2
@@ -220,7 +217,7 @@ def test_a_recipe_that_lies_runs_nothing(
     (place.folder / "evil.py").write_text("open('was-run', 'w').close()\n")
     monkeypatch.syspath_prepend(str(place.folder))
     recipe = Recipe.load(RECIPE, [*CHANGES, "outer.method=evil:method", "training.deepspeed=/tmp/x.json"])
-    handed = handed_over(recipe, REGIONS, "CPU", 4)
+    handed = handed_over(recipe, REGIONS, 4)
     place.begin_with(handed)
     assert place.join() == 2
     said = capsys.readouterr()
@@ -276,7 +273,6 @@ def test_a_folder_that_is_not_here_is_named_with_the_way_out(
     }
     sets = [word for key, value in folders.items() for word in ("--set", f"{key}={value}")]
     assert place.join(*sets) == 0
-    assert "../there/qwen (a folder here)" in capsys.readouterr().out
     assert Recipe.load("runs/mine.yaml").data.path == "texts"
 
 
@@ -310,17 +306,7 @@ def test_gpus_count_in_the_batch_and_none_is_started(
     said = capsys.readouterr().err
     assert "4 x 1 x 2 GPUs = 8 sequences" in said and "--set training.gradient_accumulation_steps=2" in said
     assert place.join("--set", "training.gradient_accumulation_steps=2") == 0
-    assert "2 GPUs here, 1 x NVIDIA H200 in the region" in capsys.readouterr().out
     assert place.join("--", "--num_processes", "4") == 0
-    assert "GPU" not in capsys.readouterr().out
-
-
-def test_what_a_run_says_of_itself_cannot_write_to_the_terminal(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place.begin("data.builtin=null", r'data.path="x\\e[2Jy"', device="\x1b[2J")
-    assert place.join() == 0
-    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", [".", "sub/..", "/"])
@@ -335,7 +321,7 @@ def test_a_batch_that_may_differ_is_left_alone(place: Place) -> None:
     regions = RegionConfig(
         region=0, count=2, min=1, coordinator="10.0.0.1:29650", may_differ="batch"
     ).resolved({})
-    place.begin_with(handed_over(recipe, regions, "CPU", 99))
+    place.begin_with(handed_over(recipe, regions, 99))
     assert place.join() == 0
 
 

@@ -63,7 +63,7 @@ def test_a_recipe_that_lies_runs_no_code(tmp_path: Path) -> None:
     coordinator = serve_in_thread()
     recipe = Recipe.load(tmp_path / "recipe.yaml", ["outer.method=evil:method", "outer.sync_interval=null"])
     regions = RegionConfig(region=0, count=2, min=1, coordinator=coordinator.address).resolved({})
-    told = handed_over(recipe, regions, "CPU", 2)
+    told = handed_over(recipe, regions, 2)
     members = meet(
         coordinator.address, *(hello(each, elastic=True, recipe=told) for each in (0, 1)), run="mine"
     )

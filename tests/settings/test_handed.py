@@ -38,7 +38,7 @@ def small(**sections: Any) -> Recipe:
 
 def passed_on(recipe: Recipe, regions: RegionConfig = REGIONS) -> dict[str, Any]:
     """The sections that a machine gets of a recipe of another one."""
-    return read_handed(received(handed_over(recipe, regions, "CPU", 8)), "it")
+    return read_handed(received(handed_over(recipe, regions, 8)), "it")
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -69,7 +69,7 @@ def test_what_is_of_a_machine_or_an_account_stays_there() -> None:
     regions = dataclasses.replace(
         REGIONS, secret_file="/root/secret", interface="wg0", port=29700, announce="10.0.0.2", run="mine"
     )
-    told = handed_over(small(training=own), regions, "CPU", 8)
+    told = handed_over(small(training=own), regions, 8)
     assert "private" not in str(told) and "secret" not in str(told)
     mine = {"training": {**SMALL["training"], **own}, "regions": {"secret_file": "/root/secret", "count": 2}}
     got = read_handed(Handed(text=yaml_of({**SMALL, **mine})), "it")
@@ -87,7 +87,7 @@ def test_what_is_of_a_machine_or_an_account_stays_there() -> None:
 )
 def test_a_recipe_that_cannot_be_handed_over_says_why(recipe: Recipe, why: str) -> None:
     """The run itself does not mind."""
-    handed = received(handed_over(recipe, REGIONS, "CPU", 8))
+    handed = received(handed_over(recipe, REGIONS, 8))
     assert not handed.text
     assert why in handed.why
 
