@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LinkError, MeetingError, RunOver, expanded, short
-from .status import add_place, keys_of, running, the_run
+from .status import add_place, keys_of, the_run
 
 if TYPE_CHECKING:
     from ..coordinator.messages import Given
     from ..net.keys import Keys
 
-TRIES = 3
 _SILENT_S = 15.0
 """A coordinator that has not answered for so long has gone."""
 
@@ -43,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     keys = keys_of(address, options.secret_file)
     name, began = the_run(address, keys, options.run_name)["name"], time.monotonic()
     with beside(out) as folder:
-        given, size = Pulling(address, name, keys).into(folder)
+        given, size = receive_model(address, name, keys, folder)
     at = outer_steps(given.landings, given.fragments)
     if not given.landings:
         at = "none yet, so these are the weights from before training"
@@ -86,63 +84,42 @@ def beside(out: Path) -> Iterator[Path]:
         sync(out.parent)
 
 
-class Pulling:
-    """Gets the model of a run."""
+def receive_model(address: str, name: str, keys: "Keys | None", folder: Path) -> tuple["Given", int]:
+    """Get the model of a run into an empty folder; returns what it is, and its bytes.
 
-    def __init__(self, address: str, name: str, keys: "Keys | None") -> None:
-        self._address, self._name, self._keys = address, name, keys
-        self._place = ""
+    Raises:
+        InputError: the region cannot give it, or the disk has no room.
+        RunOver: the run has ended; the message says where its last model lies.
+        LinkError: it has come only in part.
+    """
+    from ..coordinator.caller import CoordinatorConnection, error_of
+    from ..coordinator.messages import Given, Pull, Refuse, Waiting
+    from ..snapshot.given import receive
 
-    def into(self, folder: Path) -> tuple["Given", int]:
-        """Get it into an empty folder, also if the region that gives it is lost meanwhile; returns what it is, and its bytes.
-
-        Raises:
-            InputError: the region cannot give it, or the disk has no room.
-            RunOver: the run has ended; the message says where its last model lies.
-            LinkError: it has come only in part, several times.
-        """
-        for _ in range(TRIES - 1):
-            try:
-                return self._once(folder)
-            except (MeetingError, RunOver):
-                raise
-            except LinkError as error:
-                self._refuse_ended()
-                print(f"{str(error).rstrip('.')}: once more", flush=True)
-            shutil.rmtree(folder)
-            folder.mkdir()
-        return self._once(folder)
-
-    def _once(self, folder: Path) -> tuple["Given", int]:
-        from ..coordinator.caller import ConnectionEnded, CoordinatorConnection, error_of
-        from ..coordinator.messages import Given, Pull, Refuse, Waiting
-        from ..snapshot.given import receive
-
-        connection = CoordinatorConnection(self._address, self._name, "command", self._keys)
-        try:
-            connection.send(Pull())
-            while True:
-                message = connection.receive(_SILENT_S)
-                match message:
-                    case None:
-                        raise ConnectionEnded(
-                            f"the coordinator at {self._address} has been silent for {_SILENT_S:g} s"
-                        )
-                    case Refuse():
-                        raise error_of(message)
-                    case Waiting(why=why):
-                        print(f"waiting: {why}", flush=True)
-                    case Given():
-                        self._place = message.place
-                        return message, receive(connection, message, folder)
-        finally:
-            connection.drop()
-
-    def _refuse_ended(self) -> None:
-        """Raise RunOver if the run trains no more."""
-        try:
-            running(self._address, self._keys, self._name)
-        except (InputError, MeetingError) as error:
-            place = f" The run was to leave its model below {self._place}." if self._place else ""
-            place = "" if isinstance(error, InputError) else place
-            raise RunOver(f"nothing was written: the model came only in part. {error}{place}") from error
+    place = ""
+    connection = CoordinatorConnection(address, name, "command", keys)
+    try:
+        connection.send(Pull())
+        while True:
+            message = connection.receive(_SILENT_S)
+            match message:
+                case None:
+                    raise LinkError(f"the coordinator at {address} has been silent for {_SILENT_S:g} s")
+                case Refuse():
+                    raise error_of(message)
+                case Waiting(why=why):
+                    print(f"waiting: {why}", flush=True)
+                case Given():
+                    place = (
+                        f" If the run has ended, its model is below {message.place}." if message.place else ""
+                    )
+                    return message, receive(connection, message, folder)
+    except (MeetingError, RunOver):
+        raise
+    except LinkError as error:
+        raise LinkError(
+            f"{str(error).rstrip('.')}: the model came only in part, and nothing was written. Start this command again: where a "
+            f"region is lost, another one gives its model.{place}"
+        ) from error
+    finally:
+        connection.drop()

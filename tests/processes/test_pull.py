@@ -169,29 +169,6 @@ def test_an_adapter_comes_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_another_region_gives_its_model_where_the_donor_dies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed while it sends, which takes it a minute and more. The others train on, and nobody is left behind."""
-    body = partial(loop, is_slow=True, rate_limit=8.0)
-    (tmp_path / "run").mkdir()
-    run = Run(tmp_path / "run", 2, body, 10_000, "diloco", min=1)
-    run.wait_for_step(0, 5)
-    codes: list[int] = []
-    command = ["pull", "--coordinator", run.coordinator.address, str(tmp_path / "out")]
-    pulling = threading.Thread(target=lambda: codes.append(main(command)))
-    pulling.start()
-    wait_until(lambda: bool([*tmp_path.glob(".out.*/model/*")]), run.processes[0], run.log(0))
-    run.kill(0)
-    pulling.join(60)
-    assert codes == [0]
-    text = capsys.readouterr().out
-    assert ": once more\n" in text and "of 1 regions, from region 1: " in text
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    run.kill(1)
-
-
-@pytest.mark.slow
 def test_a_run_that_ends_waits_for_no_puller_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +183,7 @@ def test_a_run_that_ends_waits_for_no_puller_and_leaves_nothing(
     pulling.join(60)
     assert codes == [1]
     error = capsys.readouterr().err
-    assert f"finished at step {STEPS}; its model is at {platform.node()}:{run.folder / 'out'}" in error
+    assert f"If the run has ended, its model is below {platform.node()}:{run.folder / 'out'}" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert not [*(run.folder / "out" / "region-0" / "cocodc").glob("pulled*")]
     end_of(run.folder)
