@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from ruamel.yaml.composer import MaxDepthExceededError
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
-from ruamel.yaml.scanner import Scanner, ScannerError
 
 from ..errors import InputError, short, shown
 
@@ -53,9 +53,12 @@ def read_yaml(text: str, where: str) -> Any:
     """
     if len(text) > MAX_BYTES:
         raise InputError(f"{where}: it is longer than {MAX_BYTES // 1024} KiB, too long for a recipe.")
+    directive = re.search("^%", text, re.MULTILINE)
+    if directive is not None:  # ruamel raises anything for another version of YAML
+        line = 1 + text.count("\n", 0, directive.start())
+        raise InputError(f"{where}, line {line}: a recipe is YAML 1.2; remove the % line.")
     parser = YAML(typ="safe", pure=True)
     parser.Constructor = _Constructor
-    parser.Scanner = _Scanner
     parser.max_depth = MAX_DEPTH
     parser.composer.warn_double_anchors = False  # YAML allows it
     try:
@@ -91,19 +94,6 @@ def _line(error: Any, text: str) -> str:
 
 def _refusal(problem: str, node: Node) -> ConstructorError:
     return ConstructorError(None, None, problem, node.start_mark)
-
-
-class _Scanner(Scanner):
-    """ruamel's scanner for YAML 1.2 alone: of versions that it does not know it raises anything."""
-
-    def scan_yaml_directive_value(self, start_mark: Any) -> Any:
-        try:
-            version = super().scan_yaml_directive_value(start_mark)
-        except ValueError:  # thousands of digits
-            version = None
-        if version != (1, 2):
-            raise ScannerError(None, None, "a recipe is YAML 1.2; remove the %YAML line", start_mark)
-        return version
 
 
 class _Constructor(SafeConstructor):
@@ -143,11 +133,6 @@ class _Constructor(SafeConstructor):
         if isinstance(value, float) and math.isnan(value):
             raise _refusal(".nan is not a number that a recipe can use", node)
         return value
-
-    def check_mapping_key(self, node: Node, key_node: Node, mapping: Any, key: Any, value: Any) -> bool:
-        if key in mapping:
-            raise _refusal(f"key {shown(key)} is given twice", key_node)
-        return True
 
     def construct_undefined(self, node: Node) -> None:
         raise _refusal(f"the tag {short(node.tag)} is not allowed; values need no tags", node)

@@ -120,7 +120,7 @@ def test_yaml_is_read_as_1_2() -> None:
     assert recipe.training["learning_rate"] == 4e-4
     assert recipe.training["save_strategy"] == "no"
     assert recipe.evaluation.on == "local"
-    with pytest.raises(InputError, match="key 'max_steps' is given twice"):
+    with pytest.raises(InputError, match='found duplicate key "max_steps"'):
         Recipe.load(RECIPE, ["training.x={max_steps: 1, max_steps: 2}"])
 
 
