@@ -1,17 +1,14 @@
 """`hf-cocodc bench link`: measure a mean over a link, compared with the best that the link can do."""
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError, short
-from ..net.addresses import is_url
 from ..settings import RegionConfig
 from ..settings.outer import CODECS
 from .checks import (
     RATE,
-    STDOUT,
     add_coordinator,
     add_json,
     add_secret,
@@ -51,13 +48,17 @@ def _add_link(benches: Any) -> None:
         "--megabytes", type=float, default=64, help="size of the fp32 tensor, in 10^6 bytes (default: 64)"
     )
     link.add_argument(
-        "--codec", default="fp32", help=f"codec of the transfer: {', '.join(CODECS)} (default: fp32)"
+        "--codec",
+        default="fp32",
+        choices=CODECS,
+        metavar="CODEC",
+        help=f"codec of the transfer: {', '.join(CODECS)} (default: fp32)",
     )
     link.add_argument(
         "--link",
         default="tcp",
-        help="what carries the payloads, like regions.link: tcp, or gloo, which is measured in turn with tcp and beside gloo's "
-        "own all-reduce (default: tcp)",
+        choices=("tcp", "gloo"),
+        help="what carries the payloads, like regions.link: tcp, or gloo (default: tcp)",
     )
     link.add_argument(
         "--connections",
@@ -90,25 +91,10 @@ def _add_link(benches: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     from ..tools.bench.report import content
 
-    reports = []
-    for report in _link(options):
-        print("\n".join(report.lines()), end="\n\n", flush=True)
-        reports.append(report)
-        if options.json != STDOUT:  # what has been measured stays, however the next measurement ends
-            write_json(options, content(reports))
-    if options.json == STDOUT:
-        write_json(options, content(reports))
+    report = _link(options)
+    print("\n".join(report.lines()))
+    write_json(options, content([report]))
     return 0
-
-
-def _connections(text: str) -> int | None:
-    """The number of connections; None if the round trip decides."""
-    if text == "auto":
-        return None
-    # Python refuses to read long numbers
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 64:
-        raise InputError(f"--connections {short(text)} must lie in 1 .. 64, or be auto.")
-    return int(text)
 
 
 def _storage(options: argparse.Namespace) -> Any:
@@ -122,22 +108,17 @@ def _storage(options: argparse.Namespace) -> Any:
                 f"--coordinator {short(options.coordinator)} is a storage, and is measured from one end: "
                 f"{action.option_strings[-1]} does not count there. Remove it; --megabytes, --repeat and --json count."
             )
-    check("--megabytes", options.megabytes, 0.001)
-    check("--repeat", options.repeat, 1)
     check_memory("--megabytes", options.megabytes, 2e6 * options.megabytes)
     return storage.report(
         options.coordinator, storage.measure(options.coordinator, options.megabytes, options.repeat)
     )
 
 
-def _link(options: argparse.Namespace) -> Iterator[Any]:
+def _link(options: argparse.Namespace) -> Any:
+    check("--megabytes", options.megabytes, 0.001)
+    check("--repeat", options.repeat, 1)
     if options.coordinator is not None and RegionConfig(coordinator=options.coordinator).in_storage:
-        yield _storage(options)
-        return
-    if is_url(options.link):
-        raise InputError(
-            f"--link {short(options.link)} is a storage. Name it as a run does: --coordinator {short(options.link)}."
-        )
+        return _storage(options)
     check("--regions", options.regions, 2, 100)
     ends = RegionConfig(  # makes the same checks as a run
         region=options.region,
@@ -146,6 +127,9 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         interface=options.interface,
         run=options.run_name,
         secret_file=options.secret_file,
+        link=options.link,
+        connections=options.connections,
+        rate_limit=options.rate_limit,
     )
     extras = ends.interface or ends.run or ends.secret_file
     if (ends.coordinator is None) != (ends.region is None) or (extras and not ends.coordinator):
@@ -157,9 +141,8 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         raise InputError(
             f"--region {ends.region} of --regions {options.regions} does not exist: regions are numbered from 0. Lower --region."
         )
-    for name, value in (("--rate-mbit", options.rate_mbit), ("--rate-limit", options.rate_limit)):
-        if value is not None:
-            check(name, value, 0.01)
+    if options.rate_mbit is not None:
+        check("--rate-mbit", options.rate_mbit, 0.01)
     from ..tools.bench import link
 
     keys = None if ends.coordinator is None else secret_of(ends)
@@ -170,15 +153,14 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     trial = link.Trial(
         megabytes=options.megabytes,
         codec=options.codec,
-        connections=_connections(options.connections),
+        connections=ends.connections if isinstance(ends.connections, int) else None,
         repeat=options.repeat,
-        rate_limit=options.rate_limit,
+        rate_limit=ends.rate_limit,
         encrypt=options.encrypt if ends.coordinator is None else keys is not None,
         link=options.link,
     )
     here = options.regions if ends.coordinator is None else 1
-    num_bytes = _LINK_BYTES if trial.link == "tcp" else 2 * _LINK_BYTES
-    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * num_bytes)
+    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     if ends.coordinator is not None and ends.region is not None:
         measured = link.take_part(
             trial, ends.coordinator, ends.region, options.regions, ends.interface, ends.run, keys
@@ -187,8 +169,6 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     else:
         measured = link.measure_here(trial, options.regions)
         setting = {"over": "loopback"}
-    yield link.report(
+    return link.report(
         trial, measured, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6
     )
-    if trial.link != "tcp":
-        yield link.side_by_side(trial, measured, setting)

@@ -1,7 +1,6 @@
 """The cost of a link: the time of one mean over it, against the least that its rate and its round trip allow."""
 
 import dataclasses
-import math
 import signal
 import statistics
 import time
@@ -9,22 +8,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import patch_environment
-from torch import Tensor
 
 from ...coordinator.server import serve_in_thread
-from ...errors import CocodcError, InputError, LinkError, error_named, nearest, short, shown
+from ...errors import CocodcError, LinkError, error_named
 from ...link.backends import refuse_backend
-from ...link.base import Arrival, MeanRequest
-from ...link.process_group import offer_store, reach_store
+from ...link.base import MeanRequest
 from ...link.records import Trailer
 from ...link.tcp import TcpLink
 from ...net.addresses import own_address
@@ -46,21 +41,20 @@ KNOWN: dict[str, Callable[[], Codec]] = {name: getattr(codecs, name) for name in
 T = TypeVar("T")
 TIMEOUT_S = 120.0
 ROUND_TRIPS = 5
-LINKS = ("tcp", "gloo")
 RUN = "bench link"
 """Name of a measurement at a coordinator, if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The transfers of a measurement; equal in all regions. Raises InputError if a value is out of range or unknown.
+    """The transfers of a measurement; equal in all regions.
 
     Attributes:
         megabytes: size of the flat fp32 tensor whose mean the regions compute, in 10^6 bytes.
         connections: TCP connections to each other region; None chooses by the round trip.
         rate_limit: the most Mbit/s that a region sends; None for no limit.
         encrypt: whether the regions share a secret, and so encrypt what they send (not over gloo).
-        link: what carries payloads: tcp, or gloo, which is measured beside tcp and beside gloo's own all-reduce.
+        link: what carries payloads: tcp, or gloo.
     """
 
     megabytes: float = 64.0
@@ -70,22 +64,6 @@ class Trial:
     rate_limit: float | None = None
     encrypt: bool = False
     link: str = "tcp"
-
-    def __post_init__(self) -> None:
-        if not 0.001 <= self.megabytes < math.inf:
-            raise InputError(f"--megabytes {self.megabytes:g} must be at least 0.001 and finite.")
-        if self.codec not in KNOWN:
-            raise InputError(f"--codec {shown(self.codec)} is not known.{nearest(self.codec, list(KNOWN))}")
-        if self.repeat < 1:
-            raise InputError(f"--repeat {self.repeat} must be at least 1.")
-        if self.link not in LINKS:
-            raise InputError(f"--link {shown(self.link)} is not known.{nearest(self.link, LINKS)}")
-        for flag, value in (("--connections", self.connections), ("--rate-limit", self.rate_limit)):
-            if self.link != "tcp" and value is not None:
-                raise InputError(
-                    f"--link {self.link} with {flag} {value:g}: only tcp follows this option. Remove one of the two."
-                )
-        refuse_backend(self.link)
 
     def fragment(self) -> Fragment:
         """The tensor as a fragment: a matrix, because some codecs need one."""
@@ -108,7 +86,6 @@ class Figures:
         seconds: the time of each mean, in order, in the slowest region.
         round_trip_s: seconds to send a small message to all other regions and receive theirs, in the slowest region.
         network_rtt_s: the same without what the processes take, as regions measure it to choose their link.
-        over_tcp, all_reduce: what was measured in turn with `seconds`: the same means over tcp, and gloo's own all-reduce.
     """
 
     regions: int
@@ -117,8 +94,6 @@ class Figures:
     seconds: list[float]
     round_trip_s: float
     network_rtt_s: float | None = None
-    over_tcp: list[float] = field(default_factory=list)
-    all_reduce: list[float] = field(default_factory=list)
 
 
 class Took(NamedTuple):
@@ -178,35 +153,33 @@ def take_part(
         run: name of the measurement, if the coordinator has several at once.
 
     Raises:
+        InputError: this machine lacks the process group that is to carry payloads.
         HandshakeError: another region has a different `trial`.
         LinkError: the coordinator or a region failed, or did not answer in time.
     """
-    host, run = own_address(coordinator, interface), run or RUN
+    refuse_backend(trial.link)
     with ExitStack() as opened:
-
-        def meet(carrier: str, run: str) -> TcpLink:
-            settings = RegionConfig(
-                region=region,
-                count=regions,
-                coordinator=coordinator,
-                interface=interface,
-                link=carrier,
-                connections=trial.connections or "auto",
-                rate_limit=trial.rate_limit,
-                start_timeout_s=TIMEOUT_S,
-                timeout_s=TIMEOUT_S,
-            )
-            compared = dataclasses.asdict(trial)
-            context = RegionContext(
-                region=region, regions=settings, name=run, compared=compared, host=host, keys=keys
-            )
-            wire = context.wire()
-            return opened.enter_context(_closed(context.link(context.meet(False, wire), wire)))
-
-        link = meet(trial.link, run)
-        if trial.link == "tcp":
-            return _measure(link, trial)
-        return _measure(link, trial, (meet("tcp", f"{run}, tcp"), _gloo(link, host)))
+        settings = RegionConfig(
+            region=region,
+            count=regions,
+            coordinator=coordinator,
+            interface=interface,
+            link=trial.link,
+            connections=trial.connections or "auto",
+            rate_limit=trial.rate_limit,
+            start_timeout_s=TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
+        )
+        context = RegionContext(
+            region=region,
+            regions=settings,
+            name=run or RUN,
+            compared=dataclasses.asdict(trial),
+            host=own_address(coordinator, interface),
+            keys=keys,
+        )
+        wire = context.wire()
+        return _measure(opened.enter_context(_closed(context.link(context.meet(False, wire), wire))), trial)
 
 
 @contextmanager
@@ -220,21 +193,8 @@ def _closed(link: TcpLink) -> Iterator[TcpLink]:
     link.close()
 
 
-def _gloo(link: TcpLink, host: str) -> Any:
-    """A gloo group of the regions that has nothing of ours. Raises LinkError if it cannot be made."""
-    own, where = offer_store(host, not link.region)
-    link.broadcast(where, "the store of gloo", 0)
-    try:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=TIMEOUT_S)
-        return dist.ProcessGroupGloo(own or reach_store(where), link.region, link.num_regions, options)
-    except (RuntimeError, ValueError) as error:
-        raise LinkError(f"no group for gloo's all-reduce could be made: {short(error, 300)}.") from error
-
-
-def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = None) -> Figures:
-    """Measure means over a link; `beside`: in turn with the same ones over tcp, and the all-reduce of a gloo group."""
+def _measure(link: TcpLink, trial: Trial) -> Figures:
+    """Measure means over a link."""
     fragment, codec = trial.fragment(), trial.make_codec()
     state = codec.init(fragment)
     outer_grad = torch.randn(
@@ -251,45 +211,22 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
     records = link.gather(Took(link.view.network_rtt_s), "the round trips of the network")
     network_rtt_s = max(each.seconds for each in records)
 
-    def timed(call: Callable[[], T], what: str) -> tuple[float, T]:
-        """The time of a call in the slowest region."""
-        link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
-        start = time.perf_counter()
-        found = call()
-        took = Took(time.perf_counter() - start)
-        return max(each.seconds for each in link.gather(took, what)), found
-
-    def reduce(group: Any, values: Tensor) -> None:
-        try:
-            group.allreduce([values]).wait()
-        except RuntimeError as error:
-            raise LinkError(f"gloo's all-reduce has failed: {short(error, 300)}.") from error
-
-    def mean(over: TcpLink, what: str) -> tuple[float, Arrival]:
-        converse = partial(codec.converse, outer_grad, fragment, state)
-        return timed(lambda: over.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait(), what)
-
     seconds: list[float] = []
-    over_tcp: list[float] = []
-    all_reduce: list[float] = []
     bytes_sent = 0
     for number in range(1, trial.repeat + 1):
         what = f"transfer {number} of {trial.repeat}"
-        took, arrival = mean(link, what)
-        seconds.append(took)
-        digests = [digest(arrival.result.mean)]
-        if beside is not None:
-            tcp, gloo = beside
-            took, same = mean(tcp, f"{what} over tcp")
-            over_tcp.append(took)
-            digests.append(digest(same.result.mean))
-            all_reduce.append(timed(partial(reduce, gloo, outer_grad.clone()), f"all-reduce {number}")[0])
+        link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
+        converse = partial(codec.converse, outer_grad, fragment, state)
+        start = time.perf_counter()
+        arrival = link.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait()
+        took = Took(time.perf_counter() - start, digest(arrival.result.mean))
+        records = link.gather(took, what)
+        seconds.append(max(each.seconds for each in records))
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
-        records = link.gather(Took(0.0, digests[0]), what)
-        if len({*digests, *(each.digest for each in records)}) > 1:
+        if len({each.digest for each in records}) > 1:
             raise LinkError(
-                f"{what} gave different means in different regions, or over different links, so its time is meaningless. This is "
-                f"a bug in the codec {trial.codec!r} or in the link; please report it."
+                f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
+                f"{trial.codec!r} or in the link; please report it."
             )
     return Figures(
         regions=link.num_regions,
@@ -298,8 +235,6 @@ def _measure(link: TcpLink, trial: Trial, beside: tuple[TcpLink, Any] | None = N
         seconds=seconds,
         round_trip_s=round_trip_s,
         network_rtt_s=network_rtt_s,
-        over_tcp=over_tcp,
-        all_reduce=all_reduce,
     )
 
 
@@ -346,25 +281,3 @@ def report(trial: Trial, results: Figures, setting: Row, rate: float | None = No
         **setting,
     }
     return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": results.seconds})
-
-
-def side_by_side(trial: Trial, results: Figures, setting: Row) -> BenchReport:
-    """The same means over tcp and over gloo, beside gloo's own all-reduce of the same fp32 values, all measured in turn."""
-    samples = {
-        "mean over tcp": results.over_tcp,
-        f"mean over {trial.link}": results.seconds,
-        "gloo's all-reduce": results.all_reduce,
-    }
-    warm = {name: statistics.median(each[1:] or each) for name, each in samples.items()}
-    last = warm["gloo's all-reduce"]
-    rows = [{"what": name, "seconds": took, "ratio": took / last} for name, took in warm.items()]
-    notes = [
-        f"seconds: the median of {len(results.seconds[1:] or results.seconds)}, in the slowest region, measured in turn. ratio: "
-        "beside the all-reduce.",
-        "A mean is encoded, sent, decoded, averaged and checked; the means of both links were equal, bit for bit.",
-    ]
-    if trial.encrypt:
-        notes.append("tcp encrypts, gloo does not.")
-    setting = {"regions": results.regions, "megabytes": trial.megabytes, "codec": trial.codec, **setting}
-    samples = {f"{name}, s": each for name, each in samples.items()}
-    return BenchReport("one mean over each link", setting, rows, notes, samples=samples)

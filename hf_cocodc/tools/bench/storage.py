@@ -1,32 +1,22 @@
-"""The cost of a storage as a link: its requests, the rates at which a region writes and reads, and a message between two ends.
-
-One process plays both ends: in a storage, no end knows where the other one is.
-"""
+"""The cost of a storage as a link: its requests, and the rates at which a region writes and reads."""
 
 import contextlib
 import math
 import secrets
-import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ...errors import LinkError, short
-from ...net.mailbox import PIECE, PIECES, Mailbox
+from ...net.mailbox import PIECE, PIECES
 from ...net.storage import Storage, StorageError
 from ...threads import side_by_side
 from .report import BenchReport, Row
 
 TITLE = "a storage as a link"
 SMALL_BYTES, REQUESTS = 64, 20
-TIMEOUT_S = 120.0
-WRITE, READ, LIST, DELETE, UP, DOWN, MESSAGE = (
-    *("write", "read", "list", "delete"),
-    *("write a payload", "read a payload", "a message and its answer"),
-)
+WRITE, READ, LIST, DELETE, UP, DOWN = "write", "read", "list", "delete", "write a payload", "read a payload"
 """What is measured, as the report names it."""
 
 
@@ -46,14 +36,14 @@ class StorageTimes:
 
 
 def measure(url: str, megabytes: float, repeat: int) -> StorageTimes:
-    """Measure in a folder of its own below a URL, which is empty afterwards. Raises like `Mailbox`, and LinkError.
+    """Measure in a folder of its own below a URL, which is empty afterwards. Raises StorageError.
 
     Args:
         megabytes: size of a payload, which is written in pieces as a run does it, in 10^6 bytes.
-        repeat: number of payloads written and read, and of messages.
+        repeat: number of payloads written and read.
     """
     url = f"{url.rstrip('/')}/bench-{secrets.token_hex(8)}"
-    one, other = Mailbox(url), Mailbox(url)
+    objects = Storage(url)
     seconds: dict[str, list[float]] = {}
 
     def timed(what: str, call: Callable[[], object]) -> None:
@@ -61,7 +51,6 @@ def measure(url: str, megabytes: float, repeat: int) -> StorageTimes:
         call()
         seconds.setdefault(what, []).append(time.perf_counter() - began)
 
-    objects = one.storage
     try:
         content = secrets.token_bytes(SMALL_BYTES)
         for number in range(REQUESTS):
@@ -76,7 +65,6 @@ def measure(url: str, megabytes: float, repeat: int) -> StorageTimes:
         for _ in range(repeat):
             timed(UP, lambda: side_by_side([partial(objects.put, *each) for each in named], PIECES))
             timed(DOWN, lambda: side_by_side([partial(_read, objects, *each) for each in named], PIECES))
-        _converse(one, other, partial(timed, MESSAGE), repeat)
     finally:
         _empty(objects)
     return StorageTimes(is_near=objects.is_near, seconds=seconds, num_bytes=num_bytes)
@@ -90,49 +78,10 @@ def _read(objects: Storage, name: str, content: bytes) -> None:
         )
 
 
-def _converse(
-    one: Mailbox, other: Mailbox, timed: Callable[[Callable[[], object]], None], repeat: int
-) -> None:
-    """Time small messages and their answers on a socket between two ends."""
-    sides = [partial(one.meet, "bench", True, TIMEOUT_S), partial(other.meet, "bench", False, TIMEOUT_S)]
-    try:
-        here, there = side_by_side(sides, 2)
-    except TimeoutError as error:
-        raise LinkError(
-            f"{one.storage.url}: two ends of one process do not find each other in {TIMEOUT_S:g} s. The storage shows what is "
-            "written there too late."
-        ) from error
-
-    def answer() -> None:
-        with contextlib.suppress(OSError):
-            while said := there.recv(1):
-                there.sendall(said)
-            there.shutdown(socket.SHUT_WR)
-
-    threading.Thread(target=answer, name="hf_cocodc-bench", daemon=True).start()
-
-    def ask() -> None:
-        here.sendall(b"?")
-        if here.recv(1) != b"?":
-            raise LinkError(f"{one.storage.url}: the connection through the storage has broken.")
-
-    with here, there:
-        here.settimeout(TIMEOUT_S)
-        try:
-            for _ in range(repeat):
-                timed(ask)
-            here.shutdown(socket.SHUT_WR)
-            here.recv(1)  # its end: nothing is left in the storage
-        except OSError as error:
-            raise LinkError(
-                f"{one.storage.url}: no answer comes through the storage ({short(error)})."
-            ) from error
-
-
 def _empty(objects: Storage) -> None:
     """Remove what was written, as far as the storage lets it."""
     with contextlib.suppress(StorageError):
-        for folder in ("small", "large", "cards/bench", "lives"):
+        for folder in ("small", "large"):
             for name in objects.names(folder):
                 objects.remove(f"{folder}/{name}")
 
@@ -148,8 +97,6 @@ def report(url: str, results: StorageTimes) -> BenchReport:
     notes = [
         f"{WRITE}, {READ}, {LIST}, {DELETE}: one request for an object of {SMALL_BYTES} bytes, {REQUESTS} times.",
         f"Payloads are written and read in pieces of {PIECE >> 20} MiB, {PIECES} at once: a region's own rates up and down.",
-        f"{MESSAGE}: on a socket through the storage, one after another. After a pause an answer takes longer, because nobody "
-        "asks all the time.",
     ]
     setting = {"url": url, "megabytes": results.num_bytes / 1e6, "is_near": results.is_near}
     return BenchReport(TITLE, setting, rows, notes, samples=results.seconds)

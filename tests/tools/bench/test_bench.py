@@ -90,21 +90,19 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["link", "--codec", "fp23"], "--codec 'fp23' is not known. Did you mean 'fp32'?"),
-        (["link", "--link", "glo"], "--link 'glo' is not known. Did you mean 'gloo'?"),
         (
             ["link", "--link", "gloo", "--connections", "4"],
-            "--link gloo with --connections 4: only tcp follows",
+            "regions.link=gloo with regions.connections=4: this setting is for connections of our own",
         ),
         (
             ["link", "--link", "gloo", "--rate-limit", "9.5"],
-            "--link gloo with --rate-limit 9.5: only tcp follows",
+            "regions.link=gloo with regions.rate_limit=9.5: this setting is for connections of our own",
         ),
-        (["link", "--connections", "many"], "--connections many must lie in 1 .. 64, or be auto."),
-        (["link", "--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
+        (["link", "--connections", "many"], "regions.connections='many' must lie in 1 .. 64, or be auto."),
+        (["link", "--rate-limit", "0"], "regions.rate_limit=0.0 must be positive."),
         (["link", "--regions", "1"], "--regions 1 must lie in 2 .. 100."),
         (["link", "--megabytes", "inf"], "--megabytes inf must be at least 0.001 and finite."),
-        (["link", "--megabytes", "0"], "--megabytes 0 must be at least 0.001 and finite."),
+        (["link", "--megabytes", "0"], "--megabytes 0 must be at least 0.001."),
         (["link", "--json", "."], "--json . cannot be written: Is a directory."),
         (
             ["link", "--encrypt", "--region", "0", "--coordinator", "localhost:1"],
@@ -128,7 +126,6 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
         ),
         (["link", "--coordinator", "file:///tmp/run7", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--coordinator", "file://host/run7"], "three slashes"),
-        (["link", "--link", "s3://bucket/run7"], "Name it as a run does: --coordinator s3://bucket/run7."),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
         (["link", "--megabytes", "1e9"], "GB of memory are free. Lower --megabytes."),
@@ -303,10 +300,10 @@ def test_the_ends_of_a_real_link_find_each_other() -> None:
     sealed.close()
 
 
-def test_gloo_is_measured_in_turn_with_tcp(
+def test_gloo_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And with its own all-reduce, by every end of the link. The planner reads the rate of gloo from the same file."""
+    """By every end of the link. The planner reads the rate of gloo from the same file."""
     served = serve_in_thread()
 
     def here(trial: link.Trial, regions: int) -> link.Figures:
@@ -316,7 +313,7 @@ def test_gloo_is_measured_in_turn_with_tcp(
                 for region in range(regions)
             ]
             one, *others = [end.result() for end in ends]
-        assert all((each.seconds, each.all_reduce) == (one.seconds, one.all_reduce) for each in others)
+        assert all(each.seconds == one.seconds for each in others)
         return one
 
     monkeypatch.setattr(link, "measure_here", here)
@@ -325,14 +322,8 @@ def test_gloo_is_measured_in_turn_with_tcp(
     assert main([*words, "--json", str(file)]) == 0
     said = capsys.readouterr().out
     assert "one mean over a link: regions=3, megabytes=0.1, codec=fp32, link=gloo, connections=1" in said
-    own, beside = read(file)
-    names = ["mean over tcp", "mean over gloo", "gloo's all-reduce"]
-    assert [row["what"] for row in beside["rows"]] == names
-    assert [name.removesuffix(", s") for name in beside["samples"]] == names
-    assert all(len(each) == 3 and min(each) > 0 for each in beside["samples"].values())
-    assert beside["samples"]["mean over gloo, s"] == own["samples"]["seconds"]
-    tcp, gloo, all_reduce = (row["seconds"] for row in beside["rows"])
-    assert [row["ratio"] for row in beside["rows"]] == [tcp / all_reduce, gloo / all_reduce, 1.0]
+    [own] = read(file)
+    assert len(own["samples"]["seconds"]) == 3 and min(own["samples"]["seconds"]) > 0
     found = link_of(file)
     assert found["rtt_ms"] == own["rows"][0]["RTT ms"]
     assert 0 < found["network_rtt_ms"] == pytest.approx(own["setting"]["network_rtt_ms"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.cli.main import main
-from hf_cocodc.net import mailbox
 from hf_cocodc.net.storage import Storage, StorageError, _Folder
 from hf_cocodc.tools.bench import storage
 from hf_cocodc.tools.bench.report import read
@@ -38,25 +37,18 @@ class Slow(_Folder):
         super().delete(name)
 
 
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_FAR_S", (0.01, 0.1))
-    monkeypatch.setattr(mailbox, "_GATHER_S", 0.0)
-
-
 def test_each_request_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is not faster than the storage, and an answer takes two writes and two reads. Nothing stays."""
+    """A request is not faster than the storage. Nothing stays."""
     monkeypatch.setattr("hf_cocodc.net.storage._Folder", Slow)
     monkeypatch.setattr(storage, "REQUESTS", 4)
     monkeypatch.setattr(storage, "PIECE", 1 << 20)
     found = storage.measure(folder_url(tmp_path), megabytes=5, repeat=2)
     took = {what: min(seconds) for what, seconds in found.seconds.items()}
     counts = {what: len(seconds) for what, seconds in found.seconds.items()}
-    assert counts == {**dict.fromkeys(KINDS, 4), storage.UP: 2, storage.DOWN: 2, storage.MESSAGE: 2}
+    assert counts == {**dict.fromkeys(KINDS, 4), storage.UP: 2, storage.DOWN: 2}
     assert all(took[what] >= seconds for what, seconds in KINDS.items())
     assert took[storage.UP] >= 2 * KINDS[storage.WRITE] + 20e-9 * (1 << 20), "five pieces, four at once"
     assert took[storage.DOWN] >= 2 * KINDS[storage.READ]
-    assert took[storage.MESSAGE] >= 2 * (KINDS[storage.WRITE] + KINDS[storage.READ])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
