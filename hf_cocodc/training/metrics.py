@@ -1,4 +1,4 @@
-"""Perplexity and next-token accuracy as evaluate metrics that need no Hub, and the functions that Trainer calls."""
+"""Perplexity and next-token accuracy as a metric of evaluate that needs no Hub, and the functions that Trainer calls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +11,12 @@ import numpy as np
 IGNORED = -100  # the label that Hugging Face losses ignore
 
 
-class _LabelMean(evaluate.Metric):
-    """Mean of one value per label, over all labels that are not -100. Writes nothing to disk."""
+class NextToken(evaluate.Metric):
+    """How well labels were predicted, over all that are not -100: `perplexity`, exp(-mean log p(label)), which guessing among V
+    tokens makes V; and `accuracy`, the share of labels that were ranked first. Writes nothing to disk.
 
-    value_type: str
+    `compute(log_probs=natural log-probabilities of the labels, right=1 or 0, references=labels)`, one list per sequence.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(keep_in_memory=True, **kwargs)
@@ -25,50 +27,24 @@ class _LabelMean(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         # One row per sequence instead of one per label: evaluate's cost is per row.
-        types = {"predictions": self.value_type, "references": "int64"}
+        types = {"log_probs": "float32", "right": "int8", "references": "int64"}
         features = datasets.Features({name: datasets.List(datasets.Value(t)) for name, t in types.items()})
-        about = {
-            "description": str(self.__doc__),
-            "citation": "",
-            "inputs_description": "one list per sequence",
-        }
-        return evaluate.MetricInfo(features=features, **about)
+        return evaluate.MetricInfo(
+            str(self.__doc__), "", features, inputs_description="one list per sequence"
+        )
 
-    @staticmethod
-    def _mean(predictions: Sequence[Any], references: Sequence[Any]) -> float:
-        """Mean over the counted labels of all sequences together; nan if there are none."""
-        rows = zip(predictions, references, strict=True)
-        counted = [np.asarray(row, np.float64)[np.asarray(labels) != IGNORED] for row, labels in rows]
-        values = np.concatenate([np.empty(0), *counted])
-        return float(values.mean()) if values.size else math.nan
+    def _compute(
+        self, log_probs: Sequence[Any], right: Sequence[Any], references: Sequence[Any]
+    ) -> dict[str, float]:
+        counted = [np.asarray(labels) != IGNORED for labels in references]
 
+        def mean(rows: Sequence[Any]) -> float:
+            values = [np.asarray(row, np.float64)[each] for row, each in zip(rows, counted, strict=True)]
+            every = np.concatenate([np.empty(0), *values])
+            return float(every.mean()) if every.size else math.nan
 
-class Perplexity(_LabelMean):
-    """exp(-mean log p(label)) per token: 1 is perfect; guessing among V tokens gives V.
-
-    `compute(predictions=natural log-probabilities of the labels, references=labels)`, one list per sequence.
-    """
-
-    value_type = "float32"
-
-    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        loss = -self._mean(predictions, references)
-        return {"perplexity": math.inf if loss > 700 else math.exp(loss)}
-
-
-class TokenAccuracy(_LabelMean):
-    """Share of the labels that the model ranked first: 1 is perfect.
-
-    `compute(predictions=1 for right or 0 for wrong, references=labels)`, one list per sequence.
-    """
-
-    value_type = "int8"
-
-    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        return {"accuracy": self._mean(predictions, references)}
-
-
-METRICS: dict[str, type[_LabelMean]] = {"perplexity": Perplexity, "accuracy": TokenAccuracy}
+        loss = -mean(log_probs)
+        return {"perplexity": math.inf if loss > 700 else math.exp(loss), "accuracy": mean(right)}
 
 
 def causal_lm_metrics(names: Sequence[str]) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
@@ -76,19 +52,17 @@ def causal_lm_metrics(names: Sequence[str]) -> tuple[Callable[..., Any] | None, 
 
     "perplexity" and "accuracy" become eval_perplexity and eval_accuracy; () gives (None, None).
     """
-    metrics = {name: METRICS[name]() for name in names}
+    metric = NextToken()
 
     def compute_metrics(prediction: Any, compute_result: bool = True) -> dict[str, float]:
         # With batch_eval_metrics, Trainer calls this once per batch, with tensors; otherwise once, with arrays.
         given = (*prediction.predictions, prediction.label_ids)
         log_probs, right, labels = (x.cpu().numpy() if hasattr(x, "cpu") else x for x in given)
-        for name, metric in metrics.items():
-            predictions = list(log_probs if name == "perplexity" else right)
-            metric.add_batch(predictions=predictions, references=list(labels[:, 1:]))
-        results = [metric.compute() for metric in metrics.values()] if compute_result else []
-        return dict(item for result in results for item in result.items())
+        metric.add_batch(log_probs=list(log_probs), right=list(right), references=list(labels[:, 1:]))
+        result = (metric.compute() if compute_result else None) or {}
+        return {name: result[name] for name in names if result}
 
-    return (compute_metrics, next_token_scores) if metrics else (None, None)
+    return (compute_metrics, next_token_scores) if names else (None, None)
 
 
 def next_token_scores(logits: Any, labels: Any) -> tuple[Any, Any]:

@@ -128,27 +128,25 @@ def test_logits_are_reduced(dtype: torch.dtype) -> None:
             assert int(right[b, t]) == (int(wanted[b, t].argmax()) == label)
 
 
-def test_metrics_alone() -> None:
-    """The metrics work as any evaluate metric does, with rows of any length: guessing among four gives 4."""
-    perplexity, accuracy = metrics.Perplexity(), metrics.TokenAccuracy()
-    assert isinstance(perplexity, evaluate.Metric)
-    perplexity.add_batch(predictions=[[math.log(0.25)] * 3], references=[[1, 2, 3]])
-    perplexity.add_batch(predictions=[[math.log(0.25), 0.0]], references=[[1, -100]])
-    assert perplexity.compute()["perplexity"] == pytest.approx(4.0)
-    assert accuracy.compute(predictions=[[1, 0], [1, 1, 1]], references=[[5, 6], [7, 8, -100]]) == {
-        "accuracy": 0.75
-    }
+def test_the_metric_alone() -> None:
+    """It works as any metric of evaluate does, with rows of any length: guessing among four gives 4."""
+    metric = metrics.NextToken()
+    assert isinstance(metric, evaluate.Metric)
+    metric.add_batch(log_probs=[[math.log(0.25)] * 3], right=[[1, 0, 1]], references=[[1, 2, 3]])
+    metric.add_batch(log_probs=[[math.log(0.25), 0.0]], right=[[1, 1]], references=[[1, -100]])
+    assert metric.compute() == {"perplexity": pytest.approx(4.0), "accuracy": 0.75}
 
 
 def test_extreme_values() -> None:
     """A hopeless model has perplexity inf and no labels at all give nan, neither an exception."""
-    assert metrics.Perplexity().compute(predictions=[[-1e6]], references=[[1]])["perplexity"] == math.inf
-    assert math.isnan(metrics.Perplexity().compute(predictions=[[0.0]], references=[[-100]])["perplexity"])
-    assert math.isnan(metrics.TokenAccuracy().compute(predictions=[[1]], references=[[-100]])["accuracy"])
+    found = metrics.NextToken().compute(log_probs=[[-1e6]], right=[[0]], references=[[1]])
+    assert found == {"perplexity": math.inf, "accuracy": 0.0}
+    found = metrics.NextToken().compute(log_probs=[[0.0]], right=[[1]], references=[[-100]])
+    assert all(math.isnan(each) for each in found.values())
 
 
 def test_nothing_on_disk(tmp_path: Path) -> None:
     """A metric leaves nothing in its cache folder."""
-    metric = metrics.Perplexity(cache_dir=str(tmp_path))
-    metric.compute(predictions=[[0.0]], references=[[1]])
+    metric = metrics.NextToken(cache_dir=str(tmp_path))
+    metric.compute(log_probs=[[0.0]], right=[[1]], references=[[1]])
     assert list(tmp_path.iterdir()) == []
