@@ -7,7 +7,7 @@ those of every other link (`codecs.base.mean_of`). And it knows which region doe
 Values stay on their device. Payloads, a codec's bytes, come to where they travel from: to the host, or nowhere (`Rows`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Protocol
@@ -120,15 +120,11 @@ class Exchange:
         self._slices = slices(self._coder, self._values.numel(), view.num_regions)
         self._own: dict[int, list[Tensor]] = {}
         self._lent: list[Tensor] = []
-        self._mean: Tensor | None = None
-        self._into: Iterator[Tensor] = iter(())
         self.bytes_sent = 0
 
     def begin(self) -> None:
         """Start all receives, then encode and send."""
         region, others = self._view.region, self._view.others
-        if len(others) == 1 and self._values.device == self._home.device == HOST:
-            self._come_into_mean(self._slices[region])
         self._scattered = self._rows(dict.fromkeys(others, region))
         if not self._whole:
             self._gathered = self._rows({other: other for other in others})
@@ -147,9 +143,7 @@ class Exchange:
         """The mean, with weight `shares[r]` for region r: see `weighted_mean`. Handles the slices in the order of the sends."""
         view, region = self._view, self._view.region
         numel, at_rest = self._values.numel(), self._values.device == self._home.rest
-        mean = self._mean
-        if mean is None:
-            mean = self._home.take(numel) if at_rest else torch.empty_like(self._values)
+        mean = self._home.take(numel) if at_rest else torch.empty_like(self._values)
         longest = max(map(len, self._slices))
         for index in range(len(self._slices[region]) if self._whole else longest):
             mine = self._slices[region][index : index + 1]
@@ -236,17 +230,7 @@ class Exchange:
         rows.send(index, payload, others)
         self.bytes_sent += payload.numel() * len(others)
 
-    def _come_into_mean(self, parts: Sequence[slice]) -> None:
-        """Let the payloads of the only other region come into the memory of the mean, if they take as much: less is written."""
-        if all(
-            self._coder.num_bytes(part.stop - part.start) == 4 * (part.stop - part.start) for part in parts
-        ):
-            self._mean = mean = self._home.take(self._values.numel())
-            self._into = (mean[part].view(torch.uint8) for part in parts)
-
     def _lend(self, num_bytes: int, device: torch.device) -> Tensor:
-        for buffer in self._into:  # they are asked for in the order of the rows
-            return buffer
         if device != HOST:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         buffer = self._buffers.take(num_bytes, torch.uint8)

@@ -740,17 +740,3 @@ def test_directions_that_are_only_noise_are_left_out() -> None:
     basis = _orthonormal(sketch.T)
     assert torch.equal(basis[1:], torch.zeros(4, 40))
     torch.testing.assert_close(basis[0].norm(), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("weights", [(1, 1), (2.5, 1), (1, 0.25), (0.3, 0.7), (0, 1), (1, 0), (0, 0)])
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_mean_in_the_memory_of_a_payload(weights: tuple[float, float], place: int) -> None:
-    """What came from the only other region is overwritten by the mean."""
-    payloads = [FP32.encode(normal(1000, seed)).clone() for seed in (0, 1)]
-    expected = torch.zeros(1000)
-    for payload, weight in zip(payloads, weights, strict=True):
-        expected += FP32.decode(payload, 1000) * weight
-    expected /= sum(weights) or 1
-    own, out = payloads[1 - place].clone(), payloads[place].view(torch.float32)
-    assert torch.equal(weighted_mean(payloads, weights, FP32, 1000, out=out), expected)
-    assert torch.equal(out, expected) and torch.equal(own, payloads[1 - place])

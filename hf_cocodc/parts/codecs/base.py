@@ -157,14 +157,11 @@ def weighted_mean(
     """Mean of decoded payloads, summed in fp32 in the order of the regions, and thus with equal bits everywhere.
 
     A payload with weight 0 is not read. If all weights are 0, so is the mean. `divisor` is by default the sum of the weights.
-    `out` may be the memory of one of two payloads.
     """
     mean = torch.empty(numel, dtype=torch.float32, device=payloads[0].device) if out is None else out
     present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
     if not present:
         return mean.zero_()
-    if len(present) == 2 and present[1][0].data_ptr() == mean.data_ptr():
-        present.reverse()  # it is overwritten first; the sum of two does not depend on their order
     (first, weight), *others = present
     values = coder.decode(first, numel)
     if weight != 1:
