@@ -450,11 +450,10 @@ class Agenda:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self.state: ScheduleState = {}
-        self.next_event = self._num_fragments = 0
+        self.next_event = 0
 
     def begin(self, num_fragments: int, inner_step: int) -> None:
         """Start anew with so many fragments, none of them in flight."""
-        self._num_fragments = num_fragments
         self._continue_from(self._schedule.init(num_fragments, inner_step))
 
     def events(self, inner_step: int, stats: AgreedStats) -> tuple[Send | Land, ...]:
@@ -466,11 +465,8 @@ class Agenda:
         return events
 
     def load(self, state: ScheduleState) -> None:
-        """Continue from a saved state. Raises CheckpointError, TypeError or ValueError if this schedule never has it."""
+        """Continue from a saved state. Raises CheckpointError if it is another schedule's."""
         same_structure(state, dict.fromkeys(self.state), "the schedule's state")
-        sound = getattr(self._schedule, "sound", None)
-        if sound is not None:
-            sound(state, self._num_fragments)
         self._continue_from(state)
 
     def _continue_from(self, state: ScheduleState) -> None:

@@ -58,8 +58,6 @@ class AgreedStats(NamedTuple):
 class Schedule(Protocol):
     """Decides the events of an inner step from values that are equal in all regions.
 
-    A schedule may check a state before it continues from it: `sound(state, num_fragments)` raises ValueError.
-
     Attributes:
         back_to_back: whether a fragment is sent again in the step in which its previous transfer lands. Sends come first: the
             fragment then has two transfers for a moment.
@@ -87,33 +85,8 @@ class Schedule(Protocol):
         ...
 
 
-def sound(schedule: Schedule, state: dict[str, Any], num_fragments: int) -> None:
-    """Check a state that was saved, or comes from another region, against a fresh one: keys and lengths are the same, and
-    `in_flight` lists [fragment, inner step, ...].
-
-    Raises TypeError or ValueError if the schedule never has it with so many fragments.
-    """
-    fresh = schedule.init(num_fragments)
-    flying = state.get("in_flight", [])
-    is_sound = state.get("num_fragments", num_fragments) == num_fragments
-    is_sound &= all(_alike(state[name], fresh[name]) for name in fresh if name != "in_flight")
-    is_sound &= all(_alike(each, [0] * max(len(each), 2)) and each[0] < num_fragments for each in flying)
-    if not is_sound:
-        raise ValueError(f"the schedule's state is not one of {num_fragments} fragments")
-    schedule.next_event(0, state)  # reads what is in flight
-
-
-def _alike(value: Any, form: Any) -> bool:
-    """Whether `value` has a count where `form` has one, and lists as long."""
-    if not isinstance(form, list):
-        return type(value) is int and value >= 0
-    return isinstance(value, list) and len(value) == len(form) and all(map(_alike, value, form))
-
-
 class _Periodic:
     """Sends fragments at fixed steps, all together or in turns. Each lands `overlap_steps` later."""
-
-    sound = sound
 
     def __init__(self, sync_interval: int, overlap_steps: int, primed: bool, in_turns: bool) -> None:
         self._sync_interval = sync_interval
@@ -193,7 +166,6 @@ def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> S
 class _Rounds:
     back_to_back = True
     overlaps = True
-    sound = sound
 
     def __init__(self, sync_interval: int) -> None:
         self._sync_interval = sync_interval
@@ -240,7 +212,6 @@ def rounds(sync_interval: int) -> Schedule:
 class _Adaptive:
     back_to_back = False
     overlaps = True
-    sound = sound
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a schedule continues from: a state of its own, and no other."""
+"""What a schedule continues from."""
 
 from __future__ import annotations
 
@@ -18,19 +18,6 @@ OURS: dict[str, Schedule] = {
     "rounds": schedules.rounds(4),
     "adaptive": schedules.adaptive(6, overlap_steps=2, sends_per_interval=3),
 }
-EDITS: list[dict[str, Any]] = [
-    *({"num_fragments": each} for each in (2, None, True, 3.0)),
-    *(
-        {"sent": each}
-        for each in (0, [0, 0], [[0, 0], [0, 0]], [0, 0, -1], [0.0] * 3, [[0, 0, 0]] * 3, "abc", None)
-    ),
-    *(
-        {"in_flight": each}
-        for each in (0, [0], [[]], [[0]], [[3, 1]], [[3, 1, 2]], [[0, 1, 2, 3]], [[-1, 1, 2]], [["0", 1]])
-    ),
-    *({"next": each} for each in (None, -1, "4", [4])),
-    *({"sent_at": each} for each in (None, -1, "4", [4])),
-]
 
 
 def agenda_of(schedule: Schedule) -> Agenda:
@@ -44,8 +31,8 @@ def run(agenda: Agenda, steps: range) -> list[Any]:
 
 
 @pytest.mark.parametrize("schedule", OURS.values(), ids=OURS)
-def test_ours_go_on_from_every_step_and_from_nothing_else(schedule: Schedule) -> None:
-    """Every edit of a state that it has at some step is refused, unless it has no such entry or the entry is as it was."""
+def test_ours_go_on_from_every_step(schedule: Schedule) -> None:
+    """As if nothing had been between; a state of other entries is another schedule's."""
     whole, states = agenda_of(schedule), []
     found = []
     for step in range(1, 20):
@@ -55,10 +42,6 @@ def test_ours_go_on_from_every_step_and_from_nothing_else(schedule: Schedule) ->
         again = agenda_of(schedule)
         again.load(state)
         assert run(again, range(step + 1, 20)) == found[step:]
-        for edit in EDITS:
-            if edit.keys() <= state.keys():
-                with pytest.raises((TypeError, ValueError)):
-                    again.load(state | edit)
         with pytest.raises(CheckpointError, match="the schedule's state"):
             again.load(state | {"more": 1})
 

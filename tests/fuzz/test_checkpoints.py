@@ -8,21 +8,17 @@ import pytest
 
 from tests.fuzz.checkpoints import run_cases
 
-FOUND = [95, 182, 617, 644, 725]
-"""What a run of all cases has found: names, steps and counts of tokens that are none."""
-
 
 @pytest.mark.parametrize(
     ("cases", "least"),
     [
         (range(3), 1),
         pytest.param(range(3, 24), 8, marks=pytest.mark.slow),
-        pytest.param(FOUND, 0, marks=pytest.mark.slow),
     ],
-    ids=["few", "many", "found"],
+    ids=["few", "many"],
 )
 def test_damaged_checkpoints_are_refused_skipped_or_resumed_exactly(
-    cases: range | list[int], least: int, tmp_path: Path
+    cases: range, least: int, tmp_path: Path
 ) -> None:
     outcomes, faults = run_cases(cases, tmp_path)
     assert faults == {}
