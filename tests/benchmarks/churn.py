@@ -337,11 +337,15 @@ def _suppressed(call: Callable[..., object]) -> Callable[..., None]:
     return do
 
 
-def meeting_in(kind: str | None, folder: Path) -> AbstractContextManager[str]:
+def meeting_in(kind: str | None, folder: Path, seed: int) -> AbstractContextManager[str]:
     """The URL of an empty storage of this kind; empty for none."""
     if kind is None:
         return nullcontext("")
-    return buckets() if kind.startswith("s3") else nullcontext(folder_url(folder / "storage"))
+    return (
+        buckets(STORAGES[kind], seed)
+        if kind.startswith("s3")
+        else nullcontext(folder_url(folder / "storage"))
+    )
 
 
 def main() -> int:
@@ -356,7 +360,8 @@ def main() -> int:
         "--storage",
         choices=STORAGES,
         help="regions meet there: in a folder, in a bucket of a server of moto's (pip install 'moto[server]' s3fs), or in either "
-        "with requests that fail, and answers that are lost, late, torn or old",
+        "with requests that fail, and answers that are lost, late, torn or old: of a folder in the regions' own process, of a "
+        "bucket at its server",
     )
     options = parser.parse_args()
     if options.storage and options.link != "auto":
@@ -364,8 +369,15 @@ def main() -> int:
     failed = []
     for seed in range(options.first, options.first + options.seeds):
         folder, began = Path(tempfile.mkdtemp(prefix=f"churn-{seed}-")), time.monotonic()
-        with meeting_in(options.storage, folder) as url:
-            churn = Churn(seed, options.steps, folder, options.link, url, STORAGES.get(options.storage, 0.0))
+        with meeting_in(options.storage, folder, seed) as url:
+            churn = Churn(
+                seed,
+                options.steps,
+                folder,
+                options.link,
+                url,
+                STORAGES["faults"] * (options.storage == "faults"),
+            )
             churn()
         outer = churn.setting.outer
         kind = f"{outer['method']} {outer.get('codec', '')}, {'elastic' if churn.is_elastic else 'fixed'}"

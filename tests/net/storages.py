@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import getpass
+import io
+import logging
 import os
 import random
 import shutil
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import pytest
 
@@ -24,15 +28,71 @@ from tests.listening import free_port
 REACHES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL")
 
 
+class Server:
+    """The WSGI application of a server of buckets, which creates an object for one of several writers alone: moto's looks first,
+    and writes later.
+
+    Of requests, `share` fail, before or after they were carried out, or take `slow_s`; so many answers are torn or old, as `seed`
+    draws it.
+    """
+
+    slow_s = 1.0
+
+    def __init__(self, server: Callable[..., Iterable[bytes]], share: float, seed: int) -> None:
+        self._server, self._share, self._random = server, share, random.Random(seed)
+        self._creating, self._listed = threading.Lock(), dict[str, list[bytes]]()
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if not self._draws("refused"):
+            if self._draws("slow"):
+                time.sleep(self.slow_s)
+            answer = self._answer(environ, start)
+            if not self._draws("lost"):
+                return answer
+        code = self._random.choice(("500 Internal Server Error", "503 Service Unavailable"))
+        start(code, [("Content-Type", "application/xml")])
+        return [
+            b"<Error><Code>SlowDown</Code></Error>"
+            if code[:3] == "503"
+            else b"<Error><Code>InternalError</Code></Error>"
+        ]
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "PUT":  # a writer that stops halfway keeps no other one waiting
+            environ["wsgi.input"] = io.BytesIO(
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            )
+        with self._creating if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            answer = list(self._server(environ, start))
+        if environ["REQUEST_METHOD"] != "GET":
+            return answer
+        if "list-type" in environ["QUERY_STRING"]:
+            earlier = self._listed.get(environ["QUERY_STRING"], answer)
+            self._listed[environ["QUERY_STRING"]] = answer
+            return earlier if self._draws("old") else answer
+        whole = b"".join(answer)
+        if not self._draws("torn"):
+            return [whole]
+        return self._torn(environ, whole[: len(whole) // 2])
+
+    def _torn(self, environ: dict[str, Any], half: bytes) -> Iterator[bytes]:
+        yield half
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+    def _draws(self, what: str) -> bool:
+        return self._random.random() < self._share
+
+
 @contextmanager
-def buckets() -> Iterator[str]:
+def buckets(faults: float = 0.0, seed: int = 0) -> Iterator[str]:
     """The URL of an empty S3 bucket, which this process reaches by its environment (`REACHES`). Skips the test where there is no
-    server of buckets.
+    server of buckets. `faults`: see `Server`.
     """
     pytest.importorskip("s3fs", reason="no s3fs here (pip install 'hf_cocodc[s3]')")
     server = pytest.importorskip(
         "moto.server", reason="no moto here, which serves buckets (pip install 'moto[server]')"
     )
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it has a line for each request
     with pytest.MonkeyPatch.context() as env:
         for key in REACHES:
             env.setenv(key, "us-east-1")
@@ -45,6 +105,7 @@ def buckets() -> Iterator[str]:
 
             name = f"bucket-{token_hex(4)}"  # the server keeps what there was
             s3fs.S3FileSystem(skip_instance_cache=True).mkdir(name)
+            serving._server.app = Server(serving._server.app, faults, seed)
             yield f"s3://{name}/runs/run7"
         finally:
             serving.stop()

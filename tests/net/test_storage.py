@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hf_cocodc.net import storage
 from hf_cocodc.net.storage import Storage, StorageError
 
 from .fake_hub import BUCKET, fake_hub
-from .storages import Faulty, buckets, directories, folder_url
+from .storages import Faulty, Server, buckets, directories, folder_url
 
 
 @pytest.fixture(params=["file", "s3", "ssh", "hub", "memory"])
@@ -121,6 +122,29 @@ def test_creation_has_one_winner_where_answers_are_lost(seed: int, tmp_path: Pat
         content = Storage(folder_url(tmp_path)).get(f"state/{number}")
         for place in (0, 1):
             assert not won[place] or content == bytes([place])
+
+
+def test_a_bucket_that_fails_now_and_then_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that fail before or after they were carried out are made again; an object stays whole, and has one winner."""
+    monkeypatch.setattr(Server, "slow_s", 0.01)
+    drawn, draws = Counter[str](), Server._draws
+    monkeypatch.setattr(
+        Server, "_draws", lambda self, what: drawn.update([what] * (hit := draws(self, what))) or hit
+    )
+    with buckets(faults=0.1, seed=3) as url:
+        one, other = Storage(url), Storage(url)
+        for number in range(4):
+            content = os.urandom(1000)
+            one.put("a/b", content)
+            assert other.get("a/b") == content
+            won = [
+                objects.create(f"state/{number}", bytes([place]))
+                for place, objects in enumerate((other, one))
+            ]
+            assert won == [True, False] and one.get(f"state/{number}") == bytes([0])
+            one.remove(f"state/{number}")
+        assert set(one.names("a")) <= {"b"}
+    assert {"refused", "lost", "torn"} <= set(drawn)
 
 
 def test_a_storage_that_refuses_is_named_with_what_helps(tmp_path: Path) -> None:
