@@ -135,9 +135,14 @@ class Search:
 
     def _tried(self, addresses: Sequence[tuple[str, int]]) -> str:
         return " and ".join(
-            f"{named(*each)} ({self._failures.get(each, 'what answers there is not that region')})"
-            for each in addresses
+            f"{named(*each)} ({self._failures.get(each, self._disagrees(*each))})" for each in addresses
         )
+
+    def _disagrees(self, host: str, port: int) -> str:
+        """Why a connection was not enough."""
+        if is_url(host):
+            return f"the other end has come, and has not answered within {self._timeout_s:g} s, regions.timeout_s"
+        return "what answers there is not that region"
 
     def _look_up(self, announced: tuple[str, int], token: bytes, wait_s: float) -> None:
         """Call the other end at every address that this one has, all at once but for a moment between them."""

@@ -39,10 +39,12 @@ from .churn_checks import Checks
 from .churn_processes import Coordinator, InStorage, Life
 from .churn_region import Setting, live
 
-TIMEOUT_S = 5.0
-FROZEN_S = {"short": 0.3 * TIMEOUT_S, "long": 1.8 * TIMEOUT_S}
+TIMEOUT_S, FAR_TIMEOUT_S = 5.0, 15.0
+"""`regions.timeout_s`; also where each message takes seconds, in a bucket."""
+FROZEN = {"short": 0.3, "long": 1.8}
+"""For how many times as long a region stands still."""
 BOUND_S, FAR_BOUND_S = 90.0, 300.0
-"""After the last mishap everything has ended within so many seconds; also where each message takes seconds, in a bucket."""
+"""After the last mishap everything has ended within so many seconds; also in a bucket."""
 STANDS_S = 3.0
 """Where no region makes a step for so long, the next mishap comes: it may be what the others wait for."""
 STORAGES = {"folder": 0.0, "faults": 0.05, "s3": 0.0, "s3-faults": 0.02}
@@ -65,7 +67,7 @@ def draw(rng: random.Random, steps: int) -> tuple[Setting, int]:
             from_config(OuterConfig(**outer))
             break
     count = rng.randint(2, 4)
-    regions: dict[str, object] = {"timeout_s": TIMEOUT_S}
+    regions: dict[str, object] = {}
     if rng.random() < 0.85:
         regions |= {"min": rng.choice((1, 1, 2)), "max": count + 1, "wait_s": 20.0}
         regions["when_one_ends"] = rng.choice(("auto", "continue"))
@@ -90,7 +92,9 @@ class Churn:
     ) -> None:
         self._rng = random.Random(seed)
         self._folder, (self.setting, self._count) = folder, draw(self._rng, steps)
-        self.setting.regions["link"] = link
+        is_far = url.startswith("s3:")
+        self._timeout_s = FAR_TIMEOUT_S if is_far else TIMEOUT_S
+        self.setting.regions.update(link=link, timeout_s=self._timeout_s)
         self.setting = replace(self.setting, faults=faults)
         self._checks = Checks(folder, self.setting)
         self.wrong = self._checks.wrong
@@ -103,7 +107,7 @@ class Churn:
         )  # it is never killed, and does not leave: the run goes on
         self._crash = self._rng.random() < 0.15
         self._began = time.monotonic()
-        self._bound_s = BOUND_S if not url or url.startswith("file:") else FAR_BOUND_S
+        self._bound_s = FAR_BOUND_S if is_far else BOUND_S
         self.coordinator: Coordinator | InStorage = InStorage(url) if url else Coordinator(folder)
 
     @property
@@ -192,7 +196,7 @@ class Churn:
             life.done.add("freeze")
             self._loses |= how == "long"
             life.send(signal.SIGSTOP)
-            self._later(FROZEN_S[how], lambda: life.send(signal.SIGCONT))
+            self._later(FROZEN[how] * self._timeout_s, lambda: life.send(signal.SIGCONT))
 
     def _leave(self) -> None:
         life = self._victim()
