@@ -144,3 +144,15 @@ def _let_in(box: Mailbox, name: str, port: int) -> None:
 def _clear(leftovers: Leftovers) -> None:
     with contextlib.suppress(CocodcError):
         leftovers.look()
+
+
+def requests_a_second(serves: bool, request_s: float, is_near: bool) -> dict[str, float]:
+    """What whoever serves asks a storage for, by kind, or whoever stands by, apart from their sockets; each takes `request_s`."""
+    if not serves:
+        return {"read": 1 / (_LOOK_S + request_s)}
+    gap_s = (_NEAR_S if is_near else _FAR_S) + request_s
+    return {
+        "list": 1 / (gap_s + request_s * gap_s / _BEAT_S),
+        "write": 1 / (_BEAT_S + request_s),
+        "read": 2 / _SURE_S,
+    }

@@ -15,13 +15,14 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..errors import LinkError, short
 from ..threads import side_by_side
 from .addresses import listen_at
 from .channel import keep_from_forks
-from .storage import Storage, StorageError
+from .storage import Storage, StorageError, price
 
 T = TypeVar("T")
 
@@ -60,8 +61,6 @@ _MEET_S = 10.0
 _FLUSH_S = 15.0
 """A process that ends waits so long for what it has said to be written."""
 _TELL_S = 600.0
-_PRICES = {"write": 5e-6, "list": 5e-6, "read": 0.4e-6, "delete": 0.0}
-"""List prices of requests at the largest provider of buckets (S3 Standard, us-east-1), in dollars."""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -239,15 +238,13 @@ class Mailbox:
         self.storage.num_bytes.clear()
         kinds = ", ".join(f"{count / hours:.0f} to {kind}" for kind, count in sorted(requests.items()))
         written, read = (num_bytes[kind] / hours / 1e6 for kind in ("write", "read"))
-        dollars = price(requests) / hours
-        cost = (
-            ""
-            if self.storage.is_near
-            else f"; the requests cost {dollars:.3f} dollars an hour (S3's list price)"
+        cost = price(self.storage.url, requests)
+        words = (
+            "" if cost is None else f"; the requests cost {cost[0] / hours:.3f} dollars an hour ({cost[1]})"
         )
         logger.info(
             "%s: requests an hour: %s; %.1f MB an hour written, %.1f read%s",
-            *(self.storage.url, kinds, written, read, cost),
+            *(self.storage.url, kinds, written, read, words),
         )
 
 
@@ -435,16 +432,28 @@ def _together(requests: Iterable[Callable[[], T]]) -> list[T]:
 
 def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:
     """Seconds between two looks for an object, once nothing has come for `rest_s`; a look is a request of `request_s`."""
-    wait_s, longest_s = _NEAR_S if is_near else _FAR_S
+    return _looked(rest_s, request_s, is_near)[1]
+
+
+def life_s(is_near: bool) -> float:
+    """Seconds between two counts of a process that lives."""
+    return _LIFE_S[not is_near]
+
+
+def looks_a_second(period_s: float, request_s: float, is_near: bool) -> float:
+    """Looks a second for the objects of a socket, of which one comes in each `period_s`: another one is looked for at once."""
+    looks, gap = _looked(max(period_s - request_s, 0.0), request_s, is_near)
+    return (1 + looks) / max(period_s, (1 + looks) * request_s) if period_s < math.inf else 1 / gap
+
+
+def _looked(rest_s: float, request_s: float, is_near: bool) -> tuple[float, float]:
+    """How often a socket has looked for an object when nothing has come for `rest_s`, and the seconds until it does so again."""
+    (wait_s, longest_s), looks = _NEAR_S if is_near else _FAR_S, 0
     while rest_s > wait_s + request_s and wait_s < longest_s:
         rest_s -= wait_s + request_s
-        wait_s = min(1.5 * wait_s, longest_s)
-    return wait_s + request_s
-
-
-def price(requests: Mapping[str, float]) -> float:
-    """What so many requests cost at that list price, in dollars, by their kinds: write, list, read, delete."""
-    return sum(_PRICES[kind] * count for kind, count in requests.items())
+        wait_s, looks = min(1.5 * wait_s, longest_s), looks + 1
+    gap = wait_s + request_s
+    return looks + (rest_s / gap if rest_s < math.inf else 0.0), gap
 
 
 @cache

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit
@@ -44,6 +44,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _CONDITIONAL = ("s3", "s3a", "gs", "gcs")
 """Storages that create an object only if there is none of its name."""
+_PRICES = {"s3": ("S3 Standard", 5.0, 0.4), "gs": ("Google Cloud Storage Standard", 5.0, 0.4)}
+"""List prices of November 2026 in dollars, in one region of the US, of a million requests: that write or list, and that read. It
+costs nothing to delete. No other storage is known to charge for requests.
+"""
 
 
 _UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
@@ -394,6 +398,19 @@ class Storage:
         with self._counting:
             self.requests[kind] += requests
             self.num_bytes[kind] += num_bytes
+
+
+def price(url: str, requests: Mapping[str, float]) -> tuple[float, str] | None:
+    """What requests cost in dollars, by their kinds (write, list, read, delete), and of which list price that is; None if a
+    storage has none.
+    """
+    scheme = urlsplit(url).scheme
+    found = _PRICES.get({"s3a": "s3", "gcs": "gs"}.get(scheme, scheme))
+    if found is None:
+        return None
+    name, writes, reads = found
+    dollars = (requests.get("write", 0) + requests.get("list", 0)) * writes + requests.get("read", 0) * reads
+    return dollars / 1e6, f"{name}, list price of November 2026"
 
 
 def _enveloped(content: bytes) -> bytes:

@@ -206,6 +206,11 @@ def test_a_measured_storage_is_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = " ".join(capsys.readouterr().out.split())
     assert "link=storage, write_ms=300, read_ms=300, delete_ms=300, up_mbit=100, down_mbit=500" in said
     assert "link: a storage. After a pause, a region finds within 2.3 s what" in said
+    assert re.search(
+        r"requests: [0-9,]{6} an hour from a region, [0-9,]{6} from the one that serves as coordinator: ",
+        said,
+    )
+    assert re.search(r"\$0\.\d+ and \$0\.\d+ an hour \(S3 Standard, list price of November 2026\)", said)
     assert "RegionConfig(" not in said
     regions = Recipe.load(out).regions
     assert (regions.coordinator, regions.rate_limit, regions.connections) == (there[1][20:], None, "auto")

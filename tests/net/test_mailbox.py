@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import threading
@@ -158,6 +159,27 @@ def test_a_storage_that_fails_loses_nothing(
     sock, end = joined(one, other)
     conversation(sock, end, seed, 100_000)
     assert all(each.faults > 5 for each in faulty)
+
+
+@pytest.mark.parametrize(("url", "costs"), [("s3://bucket/run", True), ("ssh://host/run", False)])
+def test_the_log_says_how_many_requests_and_what_they_cost(
+    url: str, costs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In half an hour, at the list price of the storage that it is; where none is known, of no other one."""
+    box = Mailbox(folder_url(tmp_path))
+    box.storage.url = url
+    box.storage.requests.update(write=1000, read=10_000)
+    box._told_at = time.monotonic() - 1800
+    monkeypatch.setattr(mailbox, "_TELL_S", 0.0)
+    with caplog.at_level("INFO", logger="hf_cocodc.net.mailbox"):
+        box._tell()
+    [line] = [each.getMessage() for each in caplog.records if url in each.getMessage()]
+    assert re.search(r": requests an hour: (\d to list, )?200\d\d to read, 200\d to write; 0.0 MB an hour written", line)
+    assert (
+        line.endswith("the requests cost 0.018 dollars an hour (S3 Standard, list price of November 2026)")
+        == costs
+    )
+    assert ("dollars" in line) == costs
 
 
 def test_a_card_of_an_earlier_life_is_nobody(joined: Join, tmp_path: Path) -> None:

@@ -161,6 +161,17 @@ def test_a_storage_that_refuses_is_named_with_what_helps(tmp_path: Path) -> None
         objects.get("a")
 
 
+@pytest.mark.parametrize(
+    ("url", "dollars"),
+    [("s3://bucket/run", 0.0115), ("gs://bucket/run", 0.0115)]
+    + [(url, None) for url in ("file:///run", "ssh://host/run", "hf://buckets/me/b/run")],
+)
+def test_requests_have_a_price_where_the_storage_has_a_list_of_them(url: str, dollars: float | None) -> None:
+    cost = storage.price(url, {"write": 1000, "list": 500, "read": 10_000, "delete": 10**6})
+    assert (None if cost is None else round(cost[0], 6)) == dollars
+    assert cost is None or "list price of November 2026" in cost[1]
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
 def test_a_mounted_bucket_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no hard links, and so nothing of which one of two writers wins. Nothing is left of the try."""

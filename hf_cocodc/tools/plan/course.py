@@ -52,7 +52,7 @@ class Course(NamedTuple):
         utilization: share of the time in which inner steps are made. What a run reports by this name also counts evaluation and
             saving as used (`outer/compute_utilization`, the report, the terminal).
         blocked: share of the time in which training waits for the link.
-        bytes_per_s: payload that a region sends.
+        bytes_per_s: payload that a region sends; sends_per_s: in so many transfers.
         staleness: most inner steps between a send and its landing.
         slowest_s: seconds of the slowest transfer by itself, with its wait for the line.
         needs: inner steps of overlap in which it would hide.
@@ -62,6 +62,7 @@ class Course(NamedTuple):
     utilization: float
     blocked: float
     bytes_per_s: float
+    sends_per_s: float
     staleness: int
     slowest_s: float
     needs: int
@@ -97,11 +98,12 @@ def course(rhythm: Rhythm, fragments: Sequence[Work], line: Line, step_s: float,
             begin, run.slowest_s = run.mark(), 0.0
         end = run.mark()
         run.send(range(len(fragments)) if rhythm.together else [number % len(fragments)])
-    steps, seconds, blocked_s, num_bytes = (b - a for a, b in zip(begin, end, strict=True))
+    steps, seconds, blocked_s, num_bytes, sends = (b - a for a, b in zip(begin, end, strict=True))
     return Course(
         utilization=steps * step_s / seconds,
         blocked=blocked_s / seconds,
         bytes_per_s=num_bytes / seconds,
+        sends_per_s=sends / seconds,
         staleness=rhythm.overlap,
         slowest_s=run.slowest_s,
         needs=math.ceil(run.slowest_s / step_s - 1e-9),
@@ -124,12 +126,12 @@ class _Run:
         self._overlap, self._fragments, self._line, self._step_s = overlap, fragments, line, step_s
         self._more = late - 1 if overlap else 0.0
         self._flying: deque[_Journey] = deque()
-        self._step = self.in_flight = self._num_bytes = 0
+        self._step = self.in_flight = self._num_bytes = self._sends = 0
         self.slowest_s = self._now = self._blocked_s = 0.0
 
     def mark(self) -> tuple[float, ...]:
-        """Steps, seconds, blocked seconds and bytes so far."""
-        return self._step, self._now, self._blocked_s, self._num_bytes
+        """Steps, seconds, blocked seconds, bytes and sends so far."""
+        return self._step, self._now, self._blocked_s, self._num_bytes, self._sends
 
     def go_to(self, step: int) -> None:
         """Train to an inner step; what is due before it lands."""
@@ -140,6 +142,7 @@ class _Run:
 
     def send(self, fragments: Sequence[int]) -> None:
         """Send fragments; then what is due at this step lands."""
+        self._sends += len(fragments)
         for fragment in fragments:
             work = self._fragments[fragment]
             self._now += work.send_s

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from ...settings.recipe import Recipe
 from ...settings.regions import OF_GROUPS
 from .course import WARM_UP, Cargo, Carried, Course, Rhythm, Work, course
 from .speeds import Speeds
-from .storages import StorageFigures, StorageLine
+from .storages import StorageFigures, StorageLine, requests_an_hour
 from .transfers import LATE, LIMIT, Codes, LinkFigures, TcpLine, wanted_connections
 
 _SIDE, _LOW_RANK = 64, 4
@@ -188,6 +189,14 @@ class Subject:
         }
         on_host = taken.pop(HOST)
         return Forecast(config, settings(config), found, sum(taken.values()), on_host)
+
+    def requests(self, config: OuterConfig) -> list[Counter[str]]:
+        """What a region asks the storage for in an hour, by kind; first one that only stands by, then the one that serves."""
+        assert isinstance(self.link, StorageFigures)
+        found = self.course(config)
+        messages, scatters = self._conversations[str(settings(config)["codec"])]
+        trips = messages * (2 if scatters else 1)
+        return [requests_an_hour(self.link, self.regions, found, trips, serves) for serves in (False, True)]
 
     def data_parallel(self) -> Course:
         """Data-parallel training over the same link at its best: fp32 gradients in a ring during the backward pass."""

@@ -1,16 +1,20 @@
 """How long a transfer takes through a storage: requests, looks for what the others have written, and bytes."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...net.mailbox import PIECE, PIECES, gap_s
-from .course import Cargo, Carried
+from ...coordinator.standby import requests_a_second
+from ...net.mailbox import PIECE, PIECES, gap_s, life_s, looks_a_second
+from .course import Cargo, Carried, Course
 from .transfers import OVERHEAD_S, Codes
 
 _SOCKETS = 2
 """Between two regions: for trailers and what they say about a transfer, and for payloads."""
+_BEAT_S = 1.0
+"""Seconds between two heartbeats of a region, and between two answers of the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,23 @@ class StorageLine:
         took_s = look_s + max(write_s + last * read_s, last * write_s + read_s) - half_s
         self._rested_since = begin + took_s
         return took_s
+
+
+def requests_an_hour(
+    link: StorageFigures, regions: int, course: Course, trips: int, serves: bool
+) -> Counter[str]:
+    """The requests of a region, by kind; `serves`: of the one that serves as coordinator. A transfer has `trips`, see `Codes`."""
+    others, read_s = regions - 1, link.read_s
+    sends = course.sends_per_s
+    # what one end writes, another one reads and deletes, and this one writes as much as it reads
+    objects = math.ceil(max(course.bytes_per_s / max(sends, 1e-9) / others / trips / PIECE, 1))
+    calls = 1 + regions * serves
+    said = calls / _BEAT_S + others * sends * (trips * objects + 1)
+    looks = calls * looks_a_second(_BEAT_S, read_s, link.is_near)
+    looks += _SOCKETS * others * looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
+    looks += others * sends * (trips * objects - 1)
+    lives = others + serves
+    live_s = life_s(link.is_near) + link.write_s + lives * read_s
+    beside = requests_a_second(serves, read_s, link.is_near)
+    a_second = {"write": said + 1 / live_s, "list": 0.0, "read": looks + lives / live_s, "delete": said}
+    return Counter({kind: round(3600 * (count + beside.get(kind, 0.0))) for kind, count in a_second.items()})

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...auto import warnings_of
 from ...net.mailbox import gap_s
+from ...net.storage import price
 from ...resolve import settings
 from ...settings import OuterConfig
 from ..bench.report import BenchReport, Row
@@ -170,7 +171,7 @@ def in_words(
     interval = int(settings(subject.recipe.outer)["sync_interval"])
     lines = [
         f"settings: {in_script(chosen)}",
-        *_link_in_words(subject),
+        *_link_in_words(subject, chosen.config),
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
         + ("" if subject.steps is None else f" The run takes {duration(_seconds(course, subject))}."),
@@ -182,13 +183,13 @@ def in_words(
     return wrapped(lines)
 
 
-def _link_in_words(subject: Subject) -> list[str]:
+def _link_in_words(subject: Subject, config: OuterConfig) -> list[str]:
     """What carries payloads, and the settings that suit it."""
     if isinstance(subject.link, StorageFigures):
         look_s = gap_s(math.inf, subject.link.read_s, subject.link.is_near)
         return [
-            f"link: a storage. After a pause, a region finds within {look_s:.2g} s what another one has written. Its owner may "
-            "charge requests, too: the log of a run says how many."
+            f"link: a storage. After a pause, a region finds within {look_s:.2g} s what another one has written.",
+            _requests_in_words(subject, config),
         ]
     if not subject.is_group:
         limit = f"regions: RegionConfig(connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g})"
@@ -198,6 +199,18 @@ def _link_in_words(subject: Subject) -> list[str]:
         f"link: {subject.carrier} ({subject.why}), forecast as one connection to each other region that fills the given rate. It "
         f"does not encrypt, and follows neither regions.connections nor regions.rate_limit: set neither.{encrypted}"
     ]
+
+
+def _requests_in_words(subject: Subject, config: OuterConfig) -> str:
+    """How many requests the storage gets, and what they cost where it has a list price."""
+    asked = subject.requests(config)
+    counts = [f"{sum(each.values()):,.0f}" for each in asked]
+    words = (
+        f"requests: {counts[0]} an hour from a region, {counts[1]} from the one that serves as coordinator"
+    )
+    costs = [found for each in asked if (found := price(subject.recipe.regions.coordinator or "", each))]
+    prices = " and ".join(f"${dollars(cost)}" for cost, _ in costs)
+    return f"{words}: {prices} an hour ({costs[0][1]})." if costs else f"{words}."
 
 
 def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,22 @@ from hf_cocodc.tools.bench.report import read
 from hf_cocodc.tools.plan.course import Cargo
 from hf_cocodc.tools.plan.forecast import Subject
 from hf_cocodc.tools.plan.speeds import Speeds
-from hf_cocodc.tools.plan.storages import StorageFigures, StorageLine
+from hf_cocodc.tools.plan.storages import StorageFigures, StorageLine, requests_an_hour
 from hf_cocodc.tools.plan.transfers import OVERHEAD_S, Codes
 from tests.benchmarks.storage import METHODS, STEP_S
 from tests.toys import llama
 
 RESULTS = Path(__file__).parents[3] / "docs" / "evidence" / "benchmarks" / "storage.json"
+ASKED = [
+    (report["title"], row)
+    for report in read(RESULTS.with_name("storage_requests.json"))
+    for row in report["rows"]
+    if row["way"] != "TCP"
+]
 CELLS = [(report["title"], row) for report in read(RESULTS) for row in report["rows"] if row["way"] != "TCP"]
 FOLDER = StorageFigures(1e-4, 1e-4, 1e-4, 1e10, 1e10, is_near=True)
 BUCKET = StorageFigures(0.3, 0.3, 0.3, 1e9, 1e9)
+WAYS = {"a folder": FOLDER, "requests of 300 ms": BUCKET}
 
 
 def subject(link: StorageFigures, **regions: Any) -> Subject:
@@ -41,9 +49,32 @@ def subject(link: StorageFigures, **regions: Any) -> Subject:
 @pytest.mark.parametrize(("method", "row"), CELLS, ids=lambda each: str(each)[:30])
 def test_a_forecast_is_within_a_tenth_of_what_was_measured(method: str, row: dict[str, Any]) -> None:
     """No constant of the forecast is fitted to these trainings. The next test shows that it is not blind."""
-    ways = {"a folder": FOLDER, "requests of 300 ms": BUCKET}
-    planned = subject(ways[row["way"]])
+    planned = subject(WAYS[row["way"]])
     assert planned.course(OuterConfig(**METHODS[method])).utilization == pytest.approx(row["trains"], rel=0.1)
+
+
+@pytest.mark.parametrize(("method", "row"), ASKED, ids=lambda each: str(each)[:30])
+def test_requests_are_forecast_within_a_quarter_of_those_counted(method: str, row: dict[str, Any]) -> None:
+    """Counted on two busy cores, where everything takes longer, and so asks less often."""
+    counted = row["requests/h"], row["of who serves"]
+    asked = subject(WAYS[row["way"]]).requests(OuterConfig(**METHODS[method]))
+    assert [sum(each.values()) for each in asked] == pytest.approx(counted, rel=0.25)
+
+
+def test_more_regions_larger_payloads_and_quicker_requests_are_more_requests() -> None:
+    config = OuterConfig(**METHODS["diloco, H = 100"])
+    course = subject(BUCKET).course(config)
+
+    def asked(link: StorageFigures = BUCKET, regions: int = 2, num_bytes: float = 0.0) -> Counter[str]:
+        return requests_an_hour(link, regions, course._replace(bytes_per_s=num_bytes), 1, serves=False)
+
+    few, sends = asked(), 3600 * course.sends_per_s
+    assert asked(regions=3)["read"] > 1.3 * few["read"]
+    assert asked(StorageFigures(0.1, 0.1, 0.1, 1e9, 1e9))["read"] > few["read"]
+    ten = asked(num_bytes=10 * PIECE * course.sends_per_s)
+    assert {kind: ten[kind] - few[kind] for kind in ("write", "read", "delete")} == pytest.approx(
+        dict.fromkeys(("write", "read", "delete"), 9 * sends), rel=0.01
+    )
 
 
 def test_slow_requests_are_hidden_by_an_overlap_alone() -> None:
