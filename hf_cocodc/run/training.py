@@ -25,6 +25,7 @@ from ..link.base import Link
 from ..link.group import main_says
 from ..link.ranks import SharedLink
 from ..link.records import NOTHING_TO_SAY, Ending, Words
+from ..parts.fragments import Fragment
 from ..parts.tensors.memory import HOST
 from ..resolve import from_config, guard_of, settings
 from ..settings import OuterConfig
@@ -381,7 +382,7 @@ class Training:
         return name_of(path, self._run) if path is not None and self.link.is_elastic else ""
 
     def _note_start(self, saved: Saved | None, joins: bool) -> None:
-        """Write into the journal what begins, or goes on from `saved`; log its memory, and that fragments are uneven."""
+        """Write into the journal what begins, or goes on from `saved`; log its memory, and what is uncommon in transfers."""
         link, engine = self.link, self.engine
         clock = {"at": round(time.time(), 3)} if link.timing == "measured" else {}
         self.journal.write(
@@ -406,6 +407,16 @@ class Training:
         for sentence in in_words(engine.memory()):
             logger.info(sentence)
         sizes = [each.numel for each in engine.facts]
+        codec, values = from_config(self.config).codec, Fragment(0, ("values",), ((max(sizes),),), max(sizes))
+        # where each region averages a part, it sends less than two payloads
+        if link.num_regions > 2 and codec.wire_bytes(values, 0, link.num_regions) >= 2 * codec.wire_bytes(
+            values, 0, 2
+        ):
+            logger.info(
+                "each region sends its whole payload to each of the %d others: a mean of outer.codec=%s is not encoded again. "
+                "With other codecs each averages a part, and sends less than two payloads.",
+                *(link.num_regions - 1, self.settings["codec"]),
+            )
         if (
             self.settings.get("split_rows") is False
             and saved is None

@@ -174,7 +174,9 @@ def test_the_log_says_how_many_requests_and_what_they_cost(
     with caplog.at_level("INFO", logger="hf_cocodc.net.mailbox"):
         box._tell()
     [line] = [each.getMessage() for each in caplog.records if url in each.getMessage()]
-    assert re.search(r": requests an hour: (\d to list, )?200\d\d to read, 200\d to write; 0.0 MB an hour written", line)
+    assert re.search(
+        r": requests an hour: (\d to list, )?200\d\d to read, 200\d to write; 0.0 MB an hour written", line
+    )
     assert (
         line.endswith("the requests cost 0.018 dollars an hour (S3 Standard, list price of November 2026)")
         == costs

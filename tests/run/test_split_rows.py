@@ -110,3 +110,24 @@ def test_the_log_names_uneven_fragments(given: dict, said: bool, caplog: pytest.
     OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, link=loopback())
     told = "the largest of 2 fragments is 1.61 times as large as the mean"
     assert (told in caplog.text) is said
+
+
+@pytest.mark.parametrize(
+    ("regions", "codec", "said"), [(3, "topk", True), (2, "topk", False), (5, "int4", False)]
+)
+def test_the_log_names_a_codec_whose_payloads_go_to_all_others(
+    regions: int, codec: str, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the others, each region averages a part: it sends less than two payloads, however many regions there are."""
+    caplog.set_level(logging.INFO)
+
+    def begin(region: int, link: Link) -> None:
+        model = llama(layers=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        OuterOptimizer(
+            Accelerator(cpu=True), model, optimizer, OuterConfig(codec=codec, error_feedback=True), link=link
+        )
+
+    simulate(begin, regions=regions)
+    told = f"each region sends its whole payload to each of the {regions - 1} others: a mean of outer.codec={codec}"
+    assert (told in caplog.text) is said
