@@ -52,15 +52,19 @@ LATE = "it was late, or they could not reach it"
 # ---- events -------------------------------------------------------------------------------------------------------
 
 
+class Event:
+    """What may happen."""
+
+
 @dataclass(frozen=True)
-class Made:
+class Made(Event):
     """The training loop has made a call."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Event):
     """This process holds the result of an attempt."""
 
     number: int
@@ -68,7 +72,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class AllHeld:
+class AllHeld(Event):
     """All parties of an attempt have said that they hold its result."""
 
     number: int
@@ -76,7 +80,7 @@ class AllHeld:
 
 
 @dataclass(frozen=True)
-class Missed:
+class Missed(Event):
     """A member is lost, as far as an attempt shows."""
 
     number: int
@@ -86,7 +90,7 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class HeardFrom:
+class HeardFrom(Event):
     """The coordinator has said something. `awaits`: for which region the attempt in hand waits. `now`: of the monotonic clock."""
 
     message: ToRegion
@@ -95,12 +99,12 @@ class HeardFrom:
 
 
 @dataclass(frozen=True)
-class Away:
+class Away(Event):
     """The connection to the coordinator has ended."""
 
 
 @dataclass(frozen=True)
-class Waited:
+class Waited(Event):
     """Time has passed: since the attempt in hand waits for region `awaits`, since a loss waits and nobody decides it, and since
     there is no coordinator that decides.
     """
@@ -112,14 +116,14 @@ class Waited:
 
 
 @dataclass(frozen=True)
-class Connected:
+class Connected(Event):
     """A connection that is wanted is there."""
 
     member: Member
 
 
 @dataclass(frozen=True)
-class NotConnected:
+class NotConnected(Event):
     """A connection has not come about in time."""
 
     member: Member
@@ -127,12 +131,12 @@ class NotConnected:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(Event):
     """This process cannot go on."""
 
 
 @dataclass(frozen=True)
-class Landed:
+class Landed(Event):
     """A transfer has landed: all its trailers know the changes up to `known`; `changes` of them counted when it was sent."""
 
     known: int
@@ -140,17 +144,17 @@ class Landed:
 
 
 @dataclass(frozen=True)
-class Ticked:
+class Ticked(Event):
     """An inner step has ended, with all its events."""
 
 
 @dataclass(frozen=True)
-class Followed:
+class Followed(Event):
     """The base is loaded: calls are answered from the log of a member from now on."""
 
 
 @dataclass(frozen=True)
-class Marked:
+class Marked(Event):
     """A newcomer has made all inner steps up to a marker of the log that it follows. The values are those of the members.
 
     `members` take part from the next step on; `is_in`: this process is one of them. `submitted`: calls that they had made.
@@ -165,42 +169,26 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class Led:
+class Led(Event):
     """The leader of this region has made calls alone, for all ranks, up to this number."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class NoMoreCalls:
+class NoMoreCalls(Event):
     """No further call will be made."""
-
-
-Event = (
-    Made
-    | Held
-    | AllHeld
-    | Missed
-    | HeardFrom
-    | Away
-    | Waited
-    | Connected
-    | NotConnected
-    | Failed
-    | Landed
-    | Ticked
-    | Followed
-    | Marked
-    | Led
-    | NoMoreCalls
-)
 
 
 # ---- effects ------------------------------------------------------------------------------------------------------
 
 
+class Effect:
+    """What is to be done."""
+
+
 @dataclass(frozen=True)
-class Begin:
+class Begin(Effect):
     """Begin an attempt of a call."""
 
     number: int
@@ -209,40 +197,40 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Complete:
+class Complete(Effect):
     """The result of a call counts."""
 
     call: Call
 
 
 @dataclass(frozen=True)
-class Abandon:
+class Abandon(Effect):
     """The attempt in hand is void: nobody waits for it any more."""
 
 
 @dataclass(frozen=True)
-class Again:
+class Again(Effect):
     """A call is made again, without members that were lost."""
 
     call: Call
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Effect):
     """Tell a message to the coordinator."""
 
     message: FromRegion
 
 
 @dataclass(frozen=True)
-class HangUp:
+class HangUp(Effect):
     """End the connection to this coordinator, and call again."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Connect:
+class Connect(Effect):
     """Connect to a process. `again`: that has failed a moment ago."""
 
     member: Member
@@ -250,14 +238,14 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Disconnect:
+class Disconnect(Effect):
     """Close the connections to a process."""
 
     member: Member
 
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(Effect):
     """A member is lost."""
 
     member: Member
@@ -266,7 +254,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Switched:
+class Switched(Effect):
     """Members have come in and left, from the next step on."""
 
     joined: tuple[Member, ...]
@@ -274,15 +262,12 @@ class Switched:
 
 
 @dataclass(frozen=True)
-class Fail:
+class Fail(Effect):
     """No call of this process will complete. `member`: who is lost, where nobody has decided it."""
 
     error: type[LinkError]
     why: str
     member: Member | None = None
-
-
-Effect = Begin | Complete | Abandon | Again | Tell | HangUp | Connect | Disconnect | Drop | Switched | Fail
 
 
 def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:
