@@ -12,8 +12,8 @@ from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLos
 from ..net.addresses import Unreachable, is_url, parts_of
 from ..net.channel import object_of
 from ..net.keys import Keys
-from ..net.large import SIZES, SWALLOWED
 from ..net.members import Member
+from ..net.pipe import SIZES, SWALLOWED
 from ..settings.regions import HOW_LONG
 from .caller import (
     CONNECT_S,
@@ -76,7 +76,7 @@ def status(
 
 
 def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> bool:
-    """Whether messages of `large.SIZES` pass to the coordinator and back, each in `timeout_s`. Raises like CoordinatorConnection,
+    """Whether messages of `pipe.SIZES` pass to the coordinator and back, each in `timeout_s`. Raises like CoordinatorConnection,
     or ConnectionEnded.
     """
     with contextlib.closing(

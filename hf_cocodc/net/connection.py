@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from .keys import Altered
-from .large import Swallowed
 from .pacing import pace, set_congestion
-from .pipe import CLOSED, CiphersFor, Closed, Pipe, Seen
+from .pipe import CLOSED, CiphersFor, Closed, Pipe, Seen, Swallowed
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,17 @@ from itertools import chain
 from typing import NamedTuple
 
 from .keys import Ciphers
-from .large import SIZES, Swallowed
 
 CLOSED = "the other end has closed the connection"
+SIZES = (4 << 10, 64 << 10)
+"""Bytes of the messages that prove, each way, that large packets pass where small ones do. A router or a tunnel may swallow them
+without a word: connections come about there, and small messages pass.
+"""
+SWALLOWED = (
+    "small packets pass, and large ones vanish on the way without a word: something between the two carries smaller packets than "
+    "their interfaces send (MTU)"
+)
+MEND = "ip link set INTERFACE mtu 1400    # at both ends; or sysctl -w net.ipv4.tcp_mtu_probing=1"
 _NONCE_BYTES = 32
 _PROBE_S = 20.0
 """A probe that has not come after so many seconds, while small packets do, does not come."""
@@ -65,6 +73,13 @@ _NO_RTT = (1 << 32) - 1
 _GONE_MS = 30_000
 _UNANSWERED = 2
 _CLOSE_WAIT = 8
+
+
+class Swallowed(OSError):
+    """Small packets pass, and large ones do not."""
+
+    def __init__(self) -> None:
+        super().__init__(SWALLOWED)
 
 
 class Closed(ConnectionResetError):

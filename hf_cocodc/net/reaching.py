@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ..errors import short
 from .addresses import is_url, named
-from .large import MEND, SIZES, SWALLOWED
 from .mailbox import mailbox
+from .pipe import MEND, SIZES, SWALLOWED
 from .port import dial, tuned
 
 REACH_S = 30.0

@@ -19,8 +19,7 @@ import torch
 from hf_cocodc.net import pipe
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
-from hf_cocodc.net.large import Swallowed
-from hf_cocodc.net.pipe import Pipe
+from hf_cocodc.net.pipe import Pipe, Swallowed
 from tests.link.memory import PATIENCE_S, at_once, wait_until
 from tests.net.ends import end_with_it, ends_on, sealing
 

@@ -7,7 +7,7 @@ from ...coordinator.client import passes_large, status
 from ...errors import CocodcError, InputError, MeetingError
 from ...net.addresses import is_loopback, is_url, parts_of
 from ...net.keys import Keys
-from ...net.large import MEND, SWALLOWED
+from ...net.pipe import MEND, SWALLOWED
 from .facts import OK, WARN, WRONG, Finding
 
 SLOW_S = 2.0

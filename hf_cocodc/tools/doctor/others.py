@@ -14,7 +14,7 @@ from ...errors import CocodcError, HandshakeError, InputError, RegionLostError, 
 from ...link.spreading import spread_all
 from ...link.tcp import TcpLink
 from ...net.keys import Keys
-from ...net.large import MEND, SWALLOWED
+from ...net.pipe import MEND, SWALLOWED
 from ...run.session import RegionContext
 from ...settings import RegionConfig
 from .coordinator import gone
@@ -112,7 +112,7 @@ def _about(link: TcpLink, names: Mapping[int, bytes], hosts: Mapping[int, str]) 
         name = short(names[other].decode(errors="replace"), _LONGEST)
         words = f"{name} at {hosts[other]}: same versions, settings, model and data; {_WAYS[way]}"
         yield Finding(f"region {other}", OK, words)
-    number = link.view.connections
+    number = link.wire.connections
     how = f"{number} connection{'' if number == 1 else 's'} to each other region, round trip {1000 * link.view.rtt_s:.3g} ms"
     if link.carrier is not None:
         how += f"; {link.carrier.kind} would carry payloads: {link.carrier.why}"
