@@ -61,16 +61,7 @@ class SavedFragment(KeptOfFragment):
 
 _OF_A_FRAGMENT = [each.name for each in fields(KeptOfFragment)]
 _FLATS = ("snapshot", "global_params", "mean", "outer_grad")
-_OF_A_TRANSFER = (
-    "sent_at",
-    "snapshot",
-    "global_params",
-    "lr_sum",
-    "outer_grad",
-    "is_own",
-    "is_finite",
-    "norm",
-)
+_OF_A_TRANSFER = [each.name for each in fields(Transfer) if each.name in SavedTransfer.__struct_fields__]
 
 
 def saved_fragment(fragment: FragmentState) -> dict[str, Any]:
@@ -257,7 +248,7 @@ def _loaded(saved: SavedTransfer, judge: Judge) -> Transfer:
         members=tuple(saved.members),
         verdict=judge(ordinary)(trailers),
     )
-    kept = {name: getattr(saved, name) for name in (*_OF_A_TRANSFER, "taken", "trained")}
+    kept = {name: getattr(saved, name) for name in _OF_A_TRANSFER}
     transfer = Transfer(**kept, ordinary=ordinary)
     transfer.handle = Awaited(lambda: arrival)
     return transfer

@@ -4,28 +4,21 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 
 
-class ProcessState(NamedTuple):
-    """States of the random numbers of torch, NumPy and Python, and of Accelerate."""
-
-    random: tuple
-    gradients: dict[str, Any]
+def process_state() -> tuple[tuple, dict[str, Any]]:
+    """The states of the random numbers, and of Accelerate, as they are."""
+    return _random_state(), _gradient_state()
 
 
-def process_state() -> ProcessState:
-    """The states as they are."""
-    return ProcessState(_random_state(), _gradient_state())
-
-
-def set_process_state(state: ProcessState) -> None:
+def set_process_state(state: tuple[tuple, dict[str, Any]]) -> None:
     """Go back to these states."""
-    _set_random_state(state.random)
-    _set_gradient_state(state.gradients)
+    _set_random_state(state[0])
+    _set_gradient_state(state[1])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from ..errors import CocodcError, LinkError, reason
 from ..link.group import main_says
 from ..snapshot.files import files_in
 from ..snapshot.given import send
+from ..threads import side_by_side
 from .session import RegionSession, session_of
 from .training import Training
 
@@ -185,14 +187,7 @@ class Giving:
     def _answer_all(
         self, session: RegionSession, names: Sequence[str], folder: Path | None, answer: Given | Refuse
     ) -> None:
-        threads = [
-            threading.Thread(target=self._answer, args=(session, name, folder, answer), daemon=True)
-            for name in names
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        side_by_side([partial(self._answer, session, name, folder, answer) for name in names], len(names))
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
