@@ -43,7 +43,7 @@ from ..net.wire import FIRST, Wire
 from ..parts.codecs.base import CodecState
 from ..parts.tensors.flat import moved
 from ..parts.tensors.memory import HOST, Buffers, aside
-from ..threads import NativeThread, at_rest
+from ..threads import NativeThread, at_rest, side_by_side
 from . import rules
 from .base import Arrival, Awaited, Handle, Link, MeanRequest, T
 from .calls import Attempt, BroadcastCall, GatherCall, Make, MeanCall, Pending, regions_of
@@ -125,6 +125,7 @@ class TcpLink(Link):
         try:
             self._connect_all()
         except BaseException as error:
+            self._closed = True
             self.leave_note(str(error))
             client.close(Bye(how="failed"))
             wire.close()
@@ -621,9 +622,7 @@ class TcpLink(Link):
             for member in begin.parties:
                 if member != self.me and not self._part.is_paired(member):
                     raise RegionLostError(member.region, f"there is no connection to region {member.region}")
-            # connections that were made one by one differ in number, and all members must cut alike
-            count = None if self.is_elastic else self._count
-            view = self.wire.view(regions_of(begin.parties), begin.losses * _CALLS + begin.number, count)
+            view = self.wire.view(regions_of(begin.parties), begin.losses * _CALLS + begin.number)
             assert hand.make is not None
             hand.view, hand.attempt = view, hand.make(view, begin.parties)
             self.wire.waits.moved()
@@ -778,11 +777,10 @@ class TcpLink(Link):
             for other in others:
                 self._connect_soon(other)
             return
-        self._count = self.wire.connect_all({other.region: self._reach(other) for other in others})
-        for other in others:
-            self._feed(rules.Connected(other))
+        # all at once: the other end gives a search up that it has begun, and this one has not
+        side_by_side([partial(self._meet, self.me, other) for other in others], len(others))
         self._tell_ways()
-        self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST, self._count)
+        self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST)
         self._payloads.settle(self.view, self._part.members, "storage" in self.wire.ways.values())
 
     def _connect_soon(self, other: Member, after_s: float = 0.0) -> None:
@@ -793,14 +791,8 @@ class TcpLink(Link):
         with self._changed:
             if self._closed or me != self.me:
                 return
-            wire = self.wire
-
-        def look() -> None:
-            if self._closed or me != self.me or not self._part.wants(other):
-                raise LinkError(f"region {other.region} is not wanted any more.")
-
         try:
-            pair = wire.meet(other.region, *self._reach(other), look)
+            self._meet(me, other)
         except LinkError as error:  # it must not disturb the run
             with self._changed:
                 if self._closed or me != self.me:
@@ -811,13 +803,26 @@ class TcpLink(Link):
                 text = "region %d cannot be connected to region %d, and tries again: %s"
                 logger.warning(text, self.region, other.region, error)
             return
-        with self._changed:  # either end may have begun again meanwhile
-            if self._closed or me != self.me or not self._part.wants(other):
-                pair.close()
-                return
-            wire.add(pair)
-            self._feed(rules.Connected(other))
         self._tell_ways()
+
+    def _meet(self, me: Member, other: Member) -> None:
+        """Connect to a process, as long as it is wanted. Raises LinkError if that fails."""
+        wire = self.wire
+
+        def is_wanted() -> bool:  # either end may have begun again meanwhile
+            return not self._closed and me == self.me and self._part.wants(other)
+
+        def look() -> None:
+            if not is_wanted():
+                raise LinkError(f"region {other.region} is not wanted any more.")
+
+        pair = wire.meet(other.region, *self._reach(other), look)
+        with self._changed:
+            if is_wanted():
+                wire.add(pair)
+                self._feed(rules.Connected(other))
+            else:
+                pair.close()
 
     def _tell_ways(self) -> None:
         """Say by which ways this process is connected: to the coordinator, and in the journal."""

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from ..errors import LinkError, RegionLostError
-from ..threads import side_by_side
 from .connection import Connection, ConnectionLost
 from .keys import Keys, Share
 from .members import Whereabouts
@@ -29,8 +28,6 @@ FIRST = 0
 """Order of the first messages of a pair: all other views have a higher one."""
 _MOST_ASKED = 64
 """The most that regions.connections may ask for."""
-_THREADS = 16
-"""The most pairs that are widened at the same time."""
 _LONG_S = 0.005
 """A shorter round trip belongs to one site."""
 _SOON = 0.25
@@ -55,6 +52,7 @@ class Wire:
         num_lanes: wires of this region; they share the network.
         congestion: of payload connections: see `pacing.congestion_of`.
         keys: of the run's secret: with them, all that is sent is sealed.
+        most_regions: of the run: with many, each pair has fewer connections.
 
     Attributes:
         addresses: at which others reach this wire.
@@ -80,7 +78,9 @@ class Wire:
         port: int = 0,
         announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
         call_from: str = "",
+        most_regions: int = 2,
     ) -> None:
+        self._most_regions = most_regions
         self._keys, self._share = keys, Share()
         self.region, self.timeout_s = region, timeout_s
         self._asked = connections
@@ -119,6 +119,12 @@ class Wire:
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
+    @property
+    def connections(self) -> int:
+        """The most payload connections that a pair has."""
+        with self._lock:
+            return max((len(pair.bulk) for pair in self._pairs.values()), default=0)
+
     def meet(
         self, region: int, other: Whereabouts, about: str, look: Callable[[], object] = lambda: None
     ) -> Pair:
@@ -131,7 +137,7 @@ class Wire:
         pair = self._pair(region, other, about)
         try:
             pair.meet(look)
-            self._widen([pair], alone=True)
+            self._widen(pair)
         except BaseException:
             pair.close()
             raise
@@ -145,27 +151,6 @@ class Wire:
         if earlier is not None:
             earlier.close()
 
-    def connect_all(self, others: Mapping[int, tuple[Whereabouts, str]]) -> int:
-        """Connect to other regions; for each, see `meet`. The longest round trip decides for all pairs.
-
-        Returns the number of payload connections of each pair, equal in all regions. Raises LinkError if one is not made in
-        time.
-        """
-        pairs: list[Pair] = []
-        try:
-            # whoever has heard of this region earlier may call already
-            pairs.extend(self._pair(region, *of_region) for region, of_region in sorted(others.items()))
-            # all at once: the other end gives a search up that it has begun, and this one has not
-            side_by_side([pair.meet for pair in pairs], len(pairs))
-            count = self._widen(pairs)
-        except BaseException:
-            for pair in pairs:
-                pair.close()
-            raise
-        with self._lock:
-            self._pairs |= {pair.region: pair for pair in pairs}
-        return count
-
     def drop(self, region: int) -> None:
         """Close the connections to a region, if any: operations on them fail at both ends. No other pair is touched."""
         with self._lock:
@@ -173,13 +158,10 @@ class Wire:
         if pair is not None:
             pair.close()
 
-    def view(self, regions: Iterable[int], order: int, connections: int | None = None) -> View:
+    def view(self, regions: Iterable[int], order: int) -> View:
         """What one transfer between this region and others uses. Raises LinkError if one of them is not connected.
 
-        Args:
-            order: equal in all participants, and higher than that of any view that one of them has had before.
-            connections: for how many connections a message is cut into pieces. By default as many as a pair can have: pairs
-                that were connected one by one differ, and all participants must cut alike.
+        `order`: equal in all participants, and higher than that of any view that one of them has had before.
         """
         with self._lock:
             others = set(regions) - {self.region}
@@ -188,7 +170,7 @@ class Wire:
                 raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
             pairs = {other: self._pairs[other] for other in sorted(others)}
         self._pace(pairs.values())
-        return self._view(pairs, order, connections)
+        return self._view(pairs, order)
 
     def stream(
         self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -259,8 +241,8 @@ class Wire:
             return None
         return ConnectionLost(CLOSED) if why == "died" else NotBack("it has not come back in time")
 
-    def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
-        cut_for = connections or self._asked or MAX_CONNECTIONS
+    def _view(self, pairs: Mapping[int, Pair], order: int) -> View:
+        cut_for = self._asked or MAX_CONNECTIONS  # pairs may have fewer, and all participants must cut alike
         # later the coordinator tells who is lost: a healthy region may send nothing because it encodes, or waits for a frozen one
         timeout_s = self.timeout_s if order == FIRST else None
         explain = partial(self._explain, order == FIRST)
@@ -293,20 +275,15 @@ class Wire:
             )
         return died(region, self.region, what)
 
-    def _widen(self, pairs: Sequence[Pair], alone: bool = False) -> int:
-        """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for.
-
-        A pair that is made alone has a power of two: messages are cut for MAX_CONNECTIONS then, and load so many equally.
+    def _widen(self, pair: Pair) -> None:
+        """Make the payload connections of a pair that has met: as many as its round trip asks for, and a power of two. Messages
+        are cut for MAX_CONNECTIONS, and load so many equally.
         """
-        by_region = {pair.region: pair for pair in pairs}
-        with self._lock:
-            room = max(MAX_SOCKETS // max(len(self._pairs | by_region), 1) - 2, 1)
-        first = self._view(by_region, FIRST)
+        room = max(MAX_SOCKETS // max(self._most_regions - 1, 1) - 2, 1)
+        first = self._view({pair.region: pair}, FIRST)
         rtt_s = first.round_trip_s()
-        wanted = connections_for(rtt_s, self._rate)
-        if alone:
-            wanted, room = 1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1)
-        wanted = self._asked or min(wanted, room)
+        wanted = 1 << (connections_for(rtt_s, self._rate) - 1).bit_length()
+        wanted = self._asked or min(wanted, 1 << (room.bit_length() - 1))
         mine = torch.tensor([wanted], dtype=torch.float64, device="cpu")
         theirs = first.swap(mine, "the number of connections")
         count = max(
@@ -314,10 +291,8 @@ class Wire:
         )
         # over a short way nothing is won, and bbr takes more than its share beside others
         congestion = self._congestion if rtt_s >= _LONG_S or not self._may_choose else None
-        side_by_side([partial(pair.widen, count, congestion) for pair in pairs], _THREADS)
-        for pair in pairs:
-            pair.rtt_s = rtt_s
-        return count
+        pair.widen(count, congestion)
+        pair.rtt_s = rtt_s
 
     def _pace(self, pairs: Collection[Pair]) -> None:
         """Let the kernel keep the rate limit for a transfer between these pairs; if it does not, the throttle keeps it.

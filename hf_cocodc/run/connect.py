@@ -336,7 +336,7 @@ def _enter(context: RegionContext, client: AnyClient, wire: Wire) -> TcpLink:
         ways = ", ".join(f"region {region} {way}" for region, way in link.wire.ways.items())
         logger.info(
             "%d connections to each other region, round trip %.1f ms (%s)",
-            *(link.view.connections, 1000 * link.view.rtt_s, ways),
+            *(link.wire.connections, 1000 * link.view.rtt_s, ways),
         )
         if link.carrier is not None and not isinstance(client, RankClient):
             announce("payloads of means travel over %s: %s", *link.carrier)

@@ -241,6 +241,7 @@ class RegionContext:
             port=0 if regions.port is None else regions.port + self.lane,
             announce=partial(regions.addresses, lane=self.lane) if regions.announces else None,
             call_from=self.host if regions.interface else "",
+            most_regions=self.terms.most,
         )
 
     def link(self, client: AnyClient, wire: Wire) -> TcpLink:

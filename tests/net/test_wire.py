@@ -20,8 +20,6 @@ from hf_cocodc import threads
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.net import pairs, reaching, wire
 from hf_cocodc.net.connection import Connection, Operation
-from hf_cocodc.net.keys import Share
-from hf_cocodc.net.members import Whereabouts
 from hf_cocodc.net.view import Revoked, UnderWay, View
 from hf_cocodc.net.wire import FIRST, Wire
 from tests.link.memory import PATIENCE_S, at_once, connect, connected, wait_until
@@ -48,14 +46,8 @@ def row() -> torch.Tensor:
 def test_a_key_that_is_none_costs_its_region() -> None:
     """Keys with it would be known to all."""
     here, there = Wire(0), lanes()[0]
-    for connect_to in (
-        lambda about: here.meet(1, *about),
-        lambda about: here.connect_all({1: about}),
-    ):
-        with pytest.raises(LinkError, match="region 1 says that its key is 0000.*none of X25519"):
-            connect_to((there, "run"))
-    with pytest.raises(LinkError, match="region 2 says"):
-        here.connect_all({1: (Whereabouts((("h", 1),), Share().public), "run"), 2: (there, "run")})
+    with pytest.raises(LinkError, match="region 1 says that its key is 0000.*none of X25519"):
+        here.meet(1, there, "run")
     assert not here._port._expected, "nobody is expected any more"
     here.close()
 
@@ -117,19 +109,6 @@ def test_the_first_call_that_fails_ends_the_waiting() -> None:
     go_on.set()
     time.sleep(0.3)
     assert sorted(begun) == [0, 1]
-
-
-def test_all_pairs_search_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes seconds if nobody answers. Behind others, a pair would be late for the other end, which gives up after ten."""
-    num_others = 20
-    search = threading.Barrier(num_others, timeout=PATIENCE_S)
-    monkeypatch.setattr(pairs.Pair, "meet", lambda pair: search.wait())
-    monkeypatch.setattr(Wire, "_widen", lambda here, met: len(met))
-    here, there = Wire(0), Whereabouts((("h", 1),), Share().public)
-    assert (
-        here.connect_all({region: (there, f"{region}") for region in range(1, num_others + 1)}) == num_others
-    )
-    here.close()
 
 
 def test_a_region_that_says_nothing_while_regions_meet_is_named() -> None:
@@ -344,21 +323,6 @@ def test_a_number_of_connections_that_no_region_asks_for(
     assert all(isinstance(each, RegionLostError) for each in errors)
     assert any(f"region 2 asks for {told:g} connections" in str(each) for each in errors)
     assert wires[5].regions == []
-
-
-def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> None:
-    """How many connections the first regions agreed on is unknown to a region that comes later."""
-    wires = {region: Wire(region, timeout_s=20.0) for region in range(3)}
-
-    def connect_all(region: int) -> int:
-        return wires[region].connect_all({1 - region: (wires[1 - region].whereabouts, "0-1")})
-
-    found = at_once(*(partial(connect_all, region) for region in range(2)))
-    assert found[0] == found[1]
-    for region in range(2):
-        connect(wires[region], wires[2], f"{region}-2")
-    assert {wire.view(range(3), 1).connections for wire in wires.values()} == {pairs.MAX_CONNECTIONS}
-    assert wires[0].view(range(2), 1, connections=found[0]).connections == found[0]
 
 
 def test_a_region_that_has_not_heard_of_the_others_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

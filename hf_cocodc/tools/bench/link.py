@@ -230,7 +230,7 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
             )
     return Figures(
         regions=link.num_regions,
-        connections=link.view.connections,
+        connections=link.wire.connections,
         bytes_sent=bytes_sent,
         seconds=seconds,
         round_trip_s=round_trip_s,
