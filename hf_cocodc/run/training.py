@@ -413,9 +413,9 @@ class Training:
             values, 0, 2
         ):
             logger.info(
-                "each region sends its whole payload to each of the %d others: a mean of outer.codec=%s is not encoded again. "
+                "each region sends its whole payload to each of the %d others: a mean of the codec %s is not encoded again. "
                 "With other codecs each averages a part, and sends less than two payloads.",
-                *(link.num_regions - 1, self.settings["codec"]),
+                *(link.num_regions - 1, self.settings.get("codec", type(codec).__name__)),
             )
         if (
             self.settings.get("split_rows") is False

@@ -129,5 +129,5 @@ def test_the_log_names_a_codec_whose_payloads_go_to_all_others(
         )
 
     simulate(begin, regions=regions)
-    told = f"each region sends its whole payload to each of the {regions - 1} others: a mean of outer.codec={codec}"
+    told = f"each region sends its whole payload to each of the {regions - 1} others: a mean of the codec {codec}"
     assert (told in caplog.text) is said
