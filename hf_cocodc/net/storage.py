@@ -37,7 +37,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "config_kwargs": {
             "connect_timeout": 10,
             "read_timeout": _REQUEST_S,
-            "retries": {"max_attempts": 1},
+            "retries": {"max_attempts": 0},
         },
     },
     "ssh": {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10},
@@ -136,6 +136,8 @@ class _Bucket:
             raise InputError(f"{url}: this machine lacks what reaches {scheme}://: {how}.") from error
         except ValueError as error:
             raise InputError(f"{url}: {short(error, 300)}.") from error
+        if scheme in ("s3", "s3a"):
+            self._system.retries = 1  # a request that fails is made again by `Storage`, which counts it
         self._root, self._scheme = root.rstrip("/"), scheme
         self._turn = (
             threading.Lock() if self._is_files else contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -9,13 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from hf_cocodc.net import reaching
+from hf_cocodc.net.mailbox import mailbox
 from hf_cocodc.net.port import TOKEN_BYTES, Port
 from hf_cocodc.net.reaching import Found, NotReached, Search
 from tests.link.memory import at_once
+from tests.net.storages import folder_url
 from tests.net.swallowing import Swallowing
 
 HOST = "127.0.0.1"
@@ -208,3 +212,22 @@ def test_where_no_way_exists_the_error_says_what_was_tried(monkeypatch: pytest.M
         search((wrong, foreign), (wrong, foreign))
     assert f"{HOST}:{wrong[1]} (Connection refused)" in str(caught.value)
     assert f"{HOST}:{foreign[1]} (what answers there is not that region)" in str(caught.value)
+
+
+def test_an_end_that_comes_to_the_storage_and_is_too_slow_is_named(tmp_path: Path) -> None:
+    """It is the right one: `regions.timeout_s` is too short for this storage."""
+    url, token, sockets = folder_url(tmp_path), secrets.token_bytes(TOKEN_BYTES), list[socket.socket]()
+
+    def come() -> None:
+        with contextlib.suppress(OSError):
+            sockets.append(mailbox(url).meet((token + bytes(1)).hex(), False, 5.0))
+
+    other = threading.Thread(target=come)
+    other.start()
+    with pytest.raises(
+        NotReached, match=r"the other end has come, and has not answered within 1 s, regions\.timeout_s"
+    ):
+        Search(True, 1.0, storage=url).run((), b"", token)
+    other.join()
+    for each in sockets:
+        each.close()

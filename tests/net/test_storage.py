@@ -147,6 +147,19 @@ def test_a_bucket_that_fails_now_and_then_serves(monkeypatch: pytest.MonkeyPatch
     assert {"refused", "lost", "torn"} <= set(drawn)
 
 
+def test_a_request_to_a_bucket_that_fails_is_made_five_times_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries do not make it again by themselves: the log counts each one, and a storage that is gone is soon named."""
+    asked: list[str] = []
+    monkeypatch.setattr(Server, "_draws", lambda self, what: asked.append(what) or True)
+    with buckets() as url:
+        objects = Storage(url)
+        for request in (lambda: objects.get("a"), lambda: objects.put("a", b""), lambda: objects.names("a")):
+            asked.clear()
+            with pytest.raises(StorageError):
+                request()
+            assert asked == ["refused"] * 5
+
+
 def test_a_storage_that_refuses_is_named_with_what_helps(tmp_path: Path) -> None:
     objects = Storage(folder_url(tmp_path))
 
