@@ -35,8 +35,8 @@ def register(subparsers: Any) -> None:
         metavar=("FROM", "TO"),
         nargs=2,
         type=float,
-        help="draw each transfer between these two times, in seconds since the start, instead of those around the longest wait, "
-        "in the middle and at the end",
+        help="draw each transfer between these two times, in seconds since the start, instead of those around the longest wait "
+        "and at the end",
     )
     parser.set_defaults(run=run, parser=parser)
 

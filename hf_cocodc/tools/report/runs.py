@@ -179,40 +179,44 @@ class RunRecord:
 
 
 def load(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in some folders; folders with regions of one run make one run.
+    """The runs in some folders; regions of one run make one run, wherever they lie.
 
     Raises:
-        InputError: a folder has no journal, or those of two different runs; or a journal is named twice.
+        InputError: a folder has no journal that can be read, or a journal is named twice.
     """
     groups: list[tuple[str, list[RegionJournal], list[Path]]] = []
     seen: dict[Path, Path] = {}
     for folder in folders:
-        paths = find(folder)
-        for path in paths:
+        empty: list[Path] = []
+        own = None
+        for path in find(folder):
             other = seen.setdefault(path.resolve(), folder)
             if other is not folder:
                 raise InputError(f"{short(path)} is named twice: by {short(other)} and by {short(folder)}.")
-        read = [(path, read_journal(path)) for path in paths]
-        journals = [journal for _, journal in read if journal is not None]
-        empty = [path for path, journal in read if journal is None]
-        if not journals:
+            journal = read_journal(path)
+            if journal is None:
+                empty.append(path)
+                continue
+            own = next((each for each in groups if _is_of(journal, each[1])), None)
+            if own is None:
+                own = _name(folder), [], []
+                groups.append(own)
+            own[1].append(journal)
+        if own is None:
             raise InputError(
-                f"{short(paths[0])} has no start of a run that can be read. Name the folder of another run."
+                f"{short(empty[0])} has no start of a run that can be read. Name the folder of another run."
             )
-        _refuse_mixture(folder, journals)
-        regions, names = {journal.region for journal in journals}, names_of(journals)
-        for _, others, more in groups:
-            # other regions of the same run
-            if not regions & {journal.region for journal in others} and names & names_of(others):
-                others += journals
-                more += empty
-                break
-        else:
-            groups.append((_name(folder), journals, empty))
+        own[2].extend(empty)
     titles = [title for title, _, _ in groups]
     if len(set(titles)) < len(titles):
         titles = [f"{title} ({number})" for number, title in enumerate(titles, 1)]
     return [run_of(title, group[1], group[2]) for title, group in zip(titles, groups, strict=True)]
+
+
+def _is_of(journal: RegionJournal, others: Sequence[RegionJournal]) -> bool:
+    """Whether a journal is of another region of the same run."""
+    is_same = bool(names_of([journal]) & names_of(others))
+    return is_same and journal.region not in {each.region for each in others}
 
 
 def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> RunRecord:
@@ -265,23 +269,6 @@ def _name(folder: Path) -> str:
     while place.name == "cocodc" or place.name.startswith("region-"):
         place = place.parent
     return short(place.name or "run", 40)
-
-
-def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
-    """Raises InputError if the journals are not of the regions of one run."""
-    for place, other in enumerate(journals):
-        twin = next((each for each in journals[:place] if each.region == other.region), None)
-        if twin is not None:
-            first, why = twin, f"both are of region {other.region}"
-        elif not (own := names_of([other])) & (known := names_of(journals[:place])) and known:
-            first = journals[0]
-            why = f"the runs are {short(', '.join(sorted(known)))} and {short(', '.join(sorted(own)))}"
-        else:
-            continue
-        raise InputError(
-            f"{short(folder)} has journals of two different runs: {short(first.path)} and {short(other.path)}: {why}. Move the "
-            "older one away, or name the folders of the regions one by one."
-        )
 
 
 def names_of(journals: Sequence[RegionJournal]) -> set[str]:

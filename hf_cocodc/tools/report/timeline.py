@@ -68,7 +68,7 @@ class Window(NamedTuple):
 
 
 def windows(run: RunRecord) -> list[Window]:
-    """The parts of a run worth a look: around its longest wait, an ordinary round, and the newest transfers."""
+    """The parts of a run worth a look: around its longest wait, and the newest transfers."""
     flights = sorted((f for story in run.stories for f in story.flights), key=lambda flight: flight.sent)
     if not flights:
         return []
@@ -78,14 +78,10 @@ def windows(run: RunRecord) -> list[Window]:
         room = max(0.75 * (end - begin), min(0.75 * width, 10 * (end - begin)))
         who = f"Around the longest wait: region {region}, {end - begin:.2f} s"
         parts.append(Window(who, begin - room, end + room))
-    middle = min((flight.sent for flight in flights), key=lambda sent: abs(sent - run.end / 2))
-    middle_part = Window("In the middle of the run", middle - 0.1 * width, middle + 0.9 * width)
     last = max(flight.sent if flight.landed is None else flight.landed for flight in flights)
     when = "At the end" if run.has_finished else "The newest transfers"
-    end_part = Window(when, last - 0.95 * width, last + 0.05 * width)
-    if middle_part.end > end_part.begin or abs(middle - run.end / 2) > run.end / 4:  # it would show the same
-        return [_with_room(run, each) for each in [*parts, end_part]]
-    return [_with_room(run, each) for each in [*parts, middle_part, end_part]]
+    parts.append(Window(when, last - 0.95 * width, last + 0.05 * width))
+    return [_with_room(run, each) for each in parts]
 
 
 def _width(run: RunRecord, flights: Sequence[Flight]) -> float:

@@ -128,14 +128,13 @@ def test_regions_of_one_run_are_one_run_wherever_they_lie(tmp_path: Path) -> Non
     assert [run.name for run in runs] == ["machine-1", "b"]
 
 
-def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
-    """By their numbers, which every journal has."""
+def test_two_runs_in_one_folder_are_two_runs(tmp_path: Path) -> None:
+    """By their numbers, which every journal has; and what is there twice is no second region."""
     kept, other = a_run(tmp_path / "a"), a_run(tmp_path / "b", seed=1)
     kept[1].write_bytes(other[1].read_bytes())
-    with pytest.raises(
-        InputError, match="two different runs: .*region-0.*region-1.*the runs are run-0 and run-1"
-    ):
-        load([tmp_path / "a"])
+    assert [(run.name, run.regions) for run in load([tmp_path / "a"])] == [("a (1)", [0]), ("a (2)", [1])]
+    kept[1].write_bytes(kept[0].read_bytes())
+    assert [run.regions for run in load([tmp_path / "a"])] == [[0], [0]]
 
 
 def test_regions_that_met_again_without_one_are_of_one_run(tmp_path: Path) -> None:
@@ -322,17 +321,6 @@ def test_lines_of_loss_have_a_gap_where_a_region_was_not_there(tmp_path: Path) -
             next(line for line in axis.lines if line.get_label() == "region 0").get_ydata()
         ).any()
     assert ["tokens" in each.alt for each in losses([run])] == [False] * 3
-
-
-def test_the_middle_of_a_run_is_not_its_end(tmp_path: Path) -> None:
-    """Also if the run has few transfers: what would show the same is left out."""
-    for folder, steps in (("short", 45), ("long", 400)):
-        a_run(tmp_path / folder, steps=steps, fragments=1)
-        [run] = load([tmp_path / folder])
-        shown = {each.title: each for each in windows(run)}
-        middle, end = shown.get("In the middle of the run"), shown["At the end"]
-        assert middle is None or middle.end <= end.begin
-        assert (middle is None) == (folder == "short")
 
 
 def test_the_utilization_of_the_report_is_that_of_the_log(tmp_path: Path) -> None:
