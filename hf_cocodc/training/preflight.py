@@ -28,8 +28,6 @@ from .trial import refuse_nonsense, try_step
 
 logger = logging.getLogger(__name__)
 
-MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
-
 MISFITS = (
     "must match the size of tensor",
     "shapes cannot be multiplied",
@@ -253,7 +251,7 @@ def _model(recipe: Recipe, vocab_size: int, regions_here: int) -> Any:
         getattr(config, "quantization_config", None) is None
         and (recipe.model.dtype or config.dtype) is not None
     )
-    with torch.device("meta"), _few_tensors():
+    with torch.device("meta"):
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
         _forward(model)
@@ -274,28 +272,6 @@ def _forward(model: Any) -> None:
         # other errors may come from the meta device, or from inputs that the model wants; they say nothing about its config
         if any(words in str(error) for words in MISFITS):
             raise InputError(f"model.config: the model cannot compute: {reason(error)}.") from error
-
-
-@contextlib.contextmanager
-def _few_tensors() -> Iterator[None]:
-    """Stop the building of a model in this block once it has too many tensors. Raises InputError then."""
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    tensors = 0
-
-    def count(module: Any, name: str, param: Any) -> None:
-        nonlocal tensors
-        tensors += param is not None
-        if tensors > MOST_TENSORS:
-            raise InputError(
-                f"model: the model has more than {MOST_TENSORS} parameter tensors. Make it smaller (num_hidden_layers)."
-            )
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _refuse_too_large(recipe: Recipe, model: Any, regions_here: int) -> None:

@@ -106,7 +106,7 @@ def test_it_refuses_what_a_run_refuses(
     [
         ("regions.may_differ=learning_rat", "regions.may_differ='learning_rat' is not a setting in which"),
         ("regions.interface=nope0", "regions.interface='nope0' is not a network interface of this machine"),
-        ("model.config.num_hidden_layers=-1", "model.config.num_hidden_layers=-1 must be at least 1"),
+        ("model.config.num_hidden_layers=-1", "model.config.num_hidden_layers=-1 must lie in 1 .. 1000"),
         ("model.config.num_attention_heads=1", "model.config: the model cannot compute: "),
         ("training.label_smoothing_factor=2.0", "training.label_smoothing_factor=2.0 must lie in [0, 1)"),
         ("training.neftune_noise_alpha=-1", "training.neftune_noise_alpha=-1 must not be negative"),
