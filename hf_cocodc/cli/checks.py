@@ -34,18 +34,10 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json, which becomes `options.json`: None, a file, or `STDOUT`."""
     parser.add_argument(
         "--json",
-        type=_file,
-        nargs="?",
-        const="",
+        type=Path,
         metavar="FILE",
         help=f"also write {what} to this file; - for the standard output",
     )
-
-
-def _file(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("name a FILE, or - for the standard output")
-    return Path(text)
 
 
 def write_json(options: argparse.Namespace, content: Any) -> None:

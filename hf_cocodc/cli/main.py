@@ -77,13 +77,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps everything but the exit codes, and says that --json needs a FILE: without one, `add_json` tells of it."""
+    """Wraps everything but the exit codes."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text == EXIT_CODES else super()._fill_text(text, width, indent)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return "FILE" if action.dest == "json" else super()._format_args(action, default_metavar)
 
 
 def parser() -> argparse.ArgumentParser:

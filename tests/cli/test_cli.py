@@ -253,10 +253,6 @@ for words in {words!r}:
             ["doctor", "--set", "outer.rank", "10", "diloco.yaml"],
             "must be one argument: --set outer.rank=10",
         ),
-        (
-            ["status", "--coordinator", "h:1", "--json"],
-            "argument --json: name a FILE, or - for the standard output",
-        ),
     ],
 )
 def test_a_wrong_spelling_is_told_the_right_one(
