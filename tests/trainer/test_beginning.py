@@ -135,6 +135,20 @@ def test_regions_that_would_wait_for_each_other_in_vain(
         simulate(body, regions=2)
 
 
+def test_a_region_alone_evaluates_after_epochs_of_unknown_length(tmp_path: Path) -> None:
+    """It needs nobody for it."""
+
+    def body(region: int, link: Link) -> int:
+        data = IterableDataset.from_generator(rows)
+        trainer = make(
+            tmp_path, link, "eager", data=data, eval_strategy="epoch", max_steps=2, save_strategy="no"
+        )
+        trainer.train()
+        return trainer.state.global_step
+
+    assert simulate(body, regions=1) == [2]
+
+
 def test_an_evaluation_that_needs_no_other_region_may_take_place_in_one(tmp_path: Path) -> None:
     """All regions hold the same global weights: region 1 need not evaluate them, nor at the start."""
 
