@@ -34,7 +34,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
         return None
     summary = summarize(run)
     print("\n".join(fitting(line, indent=22) for line in summary.lines(_model(finished[0]), journals)))
-    print(f"charts                {shlex.join(['hf-cocodc', 'report', str(output)])}")
+    print(f"report                {shlex.join(['hf-cocodc', 'report', str(output)])}")
     return dataclasses.asdict(summary)
 
 

@@ -74,7 +74,7 @@ def test_the_readmes_quickstart_runs(
         "outer steps           2",
         "training blocked",
         "sent by",
-        "charts                hf-cocodc report ",
+        "report                hf-cocodc report ",
     ):
         assert line in said
     folder = tmp_path / "runs" / "quickstart-diloco"

@@ -22,7 +22,7 @@ from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 from tests.tools.report.made import a_resumed_run, a_run, an_elastic_run, write
 from tests.training.test_simulation import RECIPE, STEPS, TIMES, TINY
 
-PLACES = ("global model", "journal", "charts", "report")
+PLACES = ("global model", "journal", "report")
 STEP_TOKENS = 4 * 128
 
 
