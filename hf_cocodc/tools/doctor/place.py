@@ -117,28 +117,14 @@ def disk(disk: Disk, folder: Path, needs: Needs | None, regions_here: int) -> Fi
         return Finding(
             "disk", OK if disk.free > 10e9 else WARN, f"{free}; the size of a checkpoint is not known"
         )
-    one = needs.checkpoint * regions_here
-    each = f"a checkpoint takes about {amount(one)}" + (
-        f" in {regions_here} regions" if regions_here > 1 else ""
+    one, most = needs.checkpoint * regions_here, needs.checkpoints
+    where = f" in {regions_here} regions" if regions_here > 1 else ""
+    how = {None: "how many there will be is not known: nothing limits them", 0: "none is kept"}
+    words = (
+        f"a checkpoint takes about {amount(one)}{where}, {how.get(most, f'at most {most} at once')}; {free}"
     )
     if disk.free < one:
-        return Finding(
-            "disk", WRONG, f"{each}, but {free}.", f"df -h {disk.folder}; du -xsh {disk.folder}/* | sort -h"
-        )
-    if needs.checkpoints == 0:
-        return Finding("disk", OK, f"{free}; no checkpoints, only the model at the end")
-    if needs.checkpoints is None:
-        return Finding(
-            "disk",
-            WARN if disk.free < 10 * one else OK,
-            f"{each}, {free}; how many there will be is not known: nothing limits them",
-            "hf-cocodc train RECIPE --set training.save_total_limit=2" if disk.free < 10 * one else None,
-        )
-    if disk.free < needs.checkpoints * one:
-        return Finding(
-            "disk",
-            WARN,
-            f"{each}, and {needs.checkpoints} will be there at once; {free}.",
-            "hf-cocodc train RECIPE --set training.save_total_limit=2",
-        )
-    return Finding("disk", OK, f"{each}, at most {needs.checkpoints} at once; {free}")
+        return Finding("disk", WRONG, words, f"df -h {disk.folder}; du -xsh {disk.folder}/* | sort -h")
+    if disk.free < one * (10 if most is None else most):
+        return Finding("disk", WARN, words, "hf-cocodc train RECIPE --set training.save_total_limit=2")
+    return Finding("disk", OK, words)

@@ -90,12 +90,12 @@ def test_what_can_never_fit_has_no_command() -> None:
     ("disk", "needs", "regions", "level", "words"),
     [
         (DISK, NEEDS, 1, OK, "a checkpoint takes about 10 GB, at most 3 at once"),
-        (DISK, NEEDS, 4, WARN, "a checkpoint takes about 40 GB in 4 regions, and 3 will be there"),
-        (replace(DISK, free=9 * GB), NEEDS, 1, WRONG, "but 9 GB of 500 GB are free at /data"),
+        (DISK, NEEDS, 4, WARN, "a checkpoint takes about 40 GB in 4 regions, at most 3 at once"),
+        (replace(DISK, free=9 * GB), NEEDS, 1, WRONG, "; 9 GB of 500 GB are free at /data"),
         (replace(DISK, is_writable=False), NEEDS, 1, WRONG, "/data cannot be written to"),
         (DISK, replace(NEEDS, checkpoints=None), 1, OK, "nothing limits them"),
         (DISK, replace(NEEDS, checkpoints=None), 2, WARN, "nothing limits them"),
-        (DISK, replace(NEEDS, checkpoints=0), 1, OK, "no checkpoints"),
+        (DISK, replace(NEEDS, checkpoints=0), 1, OK, "none is kept"),
         (DISK, None, 1, OK, "the size of a checkpoint is not known"),
     ],
 )
