@@ -194,8 +194,9 @@ class Search:
             self._candidates.add(connection)
         own, theirs = os.urandom(_LARGE), b""
         with contextlib.suppress(OSError):
-            was_called = address is not None and not is_url(address[0])
-            theirs = self._words_of_other(connection, own, was_called)
+            is_storage = address is not None and is_url(address[0])
+            was_called = address is not None and not is_storage
+            theirs = self._words_of_other(connection, own, was_called, is_storage)
         with self._lock:
             self._candidates.discard(connection)
             if theirs and not self._over.is_set():
@@ -207,21 +208,24 @@ class Search:
                     return
         _end(connection)
 
-    def _words_of_other(self, connection: socket.socket, own: bytes, was_called: bool) -> bytes:
+    def _words_of_other(
+        self, connection: socket.socket, own: bytes, was_called: bool, is_storage: bool
+    ) -> bytes:
         """With what the other end asks for agreement on a connection, or agrees; empty if it does not. Raises OSError if it says
         nothing.
         """
         connection.settimeout(self._timeout_s)
         first = b""
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            if self._asks:
-                connection.sendall(_ASK)
+            if self._asks:  # a storage loses nothing that is large, and each word takes a second
+                connection.sendall(_ASK + own if is_storage else _ASK)
             first = connection.recv(1)
         if not first and was_called:
             self._closed_at = time.monotonic()
         if first != (_HERE if self._asks else _ASK):
             return b""
-        connection.sendall(own if self._asks else _HERE)
+        if not (self._asks and is_storage):
+            connection.sendall(own if self._asks else _HERE)
         connection.settimeout(_LARGE_S)
         began, theirs = time.monotonic(), bytearray()
         with contextlib.suppress(TimeoutError):

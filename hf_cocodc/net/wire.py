@@ -28,6 +28,8 @@ FIRST = 0
 """Order of the first messages of a pair: all other views have a higher one."""
 _MOST_ASKED = 64
 """The most that regions.connections may ask for."""
+_ROUND_TRIPS = 4
+"""So often a round trip is measured, unless it goes through a storage: there each takes seconds."""
 _LONG_S = 0.005
 """A shorter round trip belongs to one site."""
 _SOON = 0.25
@@ -281,7 +283,7 @@ class Wire:
         """
         room = max(MAX_SOCKETS // max(self._most_regions - 1, 1) - 2, 1)
         first = self._view({pair.region: pair}, FIRST)
-        rtt_s = first.round_trip_s()
+        rtt_s = first.round_trip_s(1 if pair.way == "storage" else _ROUND_TRIPS)
         wanted = 1 << (connections_for(rtt_s, self._rate) - 1).bit_length()
         wanted = self._asked or min(wanted, 1 << (room.bit_length() - 1))
         mine = torch.tensor([wanted], dtype=torch.float64, device="cpu")

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_cocodc.errors import LinkError
-from hf_cocodc.net import reaching
+from hf_cocodc.net import reaching, view
 from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.mailbox import mailbox
@@ -155,6 +157,32 @@ def test_the_round_trip_is_that_of_both_ways() -> None:
         assert all(wire._pairs[1 - wire.region].rtt_s >= 0.1 for wire in both)
         for wire in both:
             wire.close()
+
+
+@pytest.mark.parametrize(("is_storage", "swaps"), [(False, 9), (True, 3)])
+def test_through_a_storage_the_round_trip_is_measured_once(
+    is_storage: bool, swaps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There each swap takes a second; one more is for the number of connections."""
+    made: Counter[int] = Counter()
+    swap = view.View.swap
+
+    def counted(self: view.View, own: Tensor, what: str) -> list[Tensor]:
+        made[self.region] += 1
+        return swap(self, own, what)
+
+    monkeypatch.setattr(view.View, "swap", counted)
+    both = wires([], [])
+    for wire in both:
+        if is_storage:
+            wire.storage = folder_url(tmp_path)
+        else:
+            wire.addresses = ((HOST, wire.port),)
+    connect(*both)
+    assert made == {0: swaps, 1: swaps}
+    for wire in both:
+        assert 0.0 < wire._pairs[1 - wire.region].rtt_s < 5.0
+        wire.close()
 
 
 def test_names_of_machines_and_version_six() -> None:
