@@ -150,7 +150,8 @@ async def _connect_in_storage(url: str, keys: Keys | None, until: float) -> Open
         raise _TryAgain(str(error)) from error
     connection.setblocking(False)
     keep_from_forks(connection)
-    return await _proven(url, connection, keys, until)
+    # the other end has come: where requests take long, so do its first words
+    return await _proven(url, connection, keys, max(until, time.monotonic() + CONNECT_S))
 
 
 async def _proven(address: str, connection: socket.socket, keys: Keys | None, until: float) -> OpenCall:

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
 from ..net.addresses import Unreachable, is_url, parts_of
 from ..net.channel import object_of
 from ..net.keys import Keys
+from ..net.mailbox import mailbox
 from ..net.members import Member
 from ..net.pipe import SIZES, SWALLOWED
 from ..settings.regions import HOW_LONG
@@ -137,7 +140,10 @@ class Client:
         self._thread = LoopThread()
         try:
             if is_url(self._address):
-                self._standby = Standby(self._address, self._keys)
+                self._standby = Standby(self._address, self._keys, self._call_another)
+                leader, *others = hello.lanes
+                leader = leader._replace(process=mailbox(self._address).process)
+                hello = structs.replace(hello, lanes=(leader, *others))
             self._call = self._thread.wait_for(self._meet(hello, wait_s, waiting), look)
         except BaseException:
             self.close()
@@ -252,6 +258,12 @@ class Client:
         """End this connection, and call again. To be called by `on`."""
         if self._call is not None:
             self._drop(self._call, why)
+
+    def _call_another(self) -> None:
+        """Another process serves: this one's connection may not have ended yet. Any thread may call this."""
+        thread = self._thread
+        if thread is not None and self.is_connected:
+            thread.soon(self.hang_up, "another one serves by now")
 
     def close(self, bye: Bye | None = None) -> None:
         """Say `bye`, then end the connection and the thread, within about a second."""

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
@@ -114,7 +115,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class StoodStill:
-    """This coordinator stood still for so long that another one may serve its members."""
+    """This coordinator stood still for so long that another one may serve its members. `has_copies`: see `restarted`."""
+
+    has_copies: bool
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ class Run:
         lost: tickets of all that were lost.
         changes: changes announced so far; those in `announced` may not be applied yet.
         applied: changes that members are known to have applied.
-        electors: members when this coordinator read its file; `uncalled`: who of the expected has not called since then.
+        electors: members when this coordinator read its file, if there may be copies of it.
+        uncalled: who of the expected has not called since then.
         leavers: members that want to leave.
         hellos: connections that wait, with what they have said; `told` has what they wait for.
         agreed: pairs of connections that wait, and have said what may be together in one run.
@@ -318,18 +322,25 @@ def kept(state: Run) -> Run:
     return Run(**{name: getattr(state, name) for name in DURABLE})
 
 
-def restarted(state: Run, now: float) -> Run:
-    """What a coordinator knows that has read the durable state at this time. No process has called yet."""
+def restarted(
+    state: Run, now: float, has_copies: bool, silent: Mapping[Member, float] = MappingProxyType({})
+) -> Run:
+    """What a coordinator knows that has read the durable state at this time. No process has called yet.
+
+    Args:
+        has_copies: whether another one may go on from the same state. If none can, this one decides whoever calls it.
+        silent: seconds for which processes are known to have stood still until now.
+    """
     newcomers = {
         each: Newcomer(announced=each in state.expected) for each in state.lanes if each not in state.members
     }
     return replace(
         kept(state),
-        electors=state.members,
+        electors=state.members if has_copies else (),
         uncalled=frozenset(state.expected),
         newcomers=newcomers,
         alone_since=now,
-        away=dict.fromkeys((*state.expected, *newcomers), now),
+        away={each: now - silent.get(each, 0.0) for each in (*state.expected, *newcomers)},
     )
 
 
@@ -341,8 +352,8 @@ def step(state: Run, event: Event, now: float) -> tuple[Run, tuple[Effect, ...]]
             work.came(who, message)
         case Ended(who, cut):
             work.ended(who, cut)
-        case StoodStill():
-            work.stood_still()
+        case StoodStill(has_copies):
+            work.stood_still(has_copies)
         case Tick():
             pass
     # a heartbeat of one says nothing of whom others wait for: the next tick looks at them
@@ -443,11 +454,13 @@ class _Work:
         if seat.member in state.newcomers:
             self.forget(seat.member)
 
-    def stood_still(self) -> None:
+    def stood_still(self, has_copies: bool) -> None:
         """Begin like a coordinator that has read its file."""
         self.effects += [CloseConnection(who) for who in self.state.seats]
         self.state = replace(
-            restarted(self.state, self.now), hellos=self.state.hellos, claims=self.state.claims
+            restarted(self.state, self.now, has_copies),
+            hellos=self.state.hellos,
+            claims=self.state.claims,
         )
 
     def forget(self, newcomer: Member) -> None:

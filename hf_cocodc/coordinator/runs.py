@@ -339,12 +339,14 @@ class Runs:
     ) -> None:
         self._send, self._say, self._fail, self._close = send, say, fail, close
         self._later, self._file = later, file
+        self._has_copies = file is None or file.has_copies
         self._looked_at, self._stood_s, self._has_jumped = time.monotonic(), 0.0, False
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._has_failed = False
         now = self._now()
         for key, state in [] if file is None else file.runs:
-            self._hosted[key, state.name] = Hosted(key, restarted(state, now), idle_since=now)
+            run = restarted(state, now, self._has_copies, file.silent(state) if file is not None else {})
+            self._hosted[key, state.name] = Hosted(key, run, idle_since=now)
 
     def come_in(self, key: str, name: str, who: int) -> Hosted:
         """The run of this name, with one more connection."""
@@ -376,7 +378,7 @@ class Runs:
         if stood_s > _STOOD_S:
             for hosted in self._hosted.values():
                 if hosted.state.trains:
-                    self._step(hosted, StoodStill())
+                    self._step(hosted, StoodStill(self._has_copies))
         return now - self._stood_s
 
     def tick(self) -> None:

@@ -1,7 +1,8 @@
 """A coordinator without a machine of its own: where regions meet in a storage, one of them serves, and the others stand by.
 
 Whoever serves shows a count that moves. If it stands still for `_LOOKS` looks, another one goes on with the state, by writing its
-next object (`StateInStorage`): only one can. It then serves as any coordinator does that was started again.
+next object (`StateInStorage`): only one can, and only if nobody has written one meanwhile. It then serves as any coordinator does
+that was started again, but decides whoever calls it: no other one can.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -17,15 +19,18 @@ from ..net.keys import Keys
 from ..net.leftovers import Leftovers
 from ..net.mailbox import Mailbox, has_died, mailbox
 from .in_storage import SERVING, Serving, calls_of
+from .rules import CALL_S
 from .server import Served, listen
-from .state import StateInStorage, StateTaken, has_state
+from .state import StateInStorage, StateTaken, newest_state
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S, _LOOKS, _BEGIN_LOOKS = 1.0, 10, 3
-"""Seconds between two looks at whoever serves; how often its count may be found unmoved; and how often nobody may be found where
-there is a state: whoever has just written that is about to show itself.
+"""Seconds between two looks at whoever serves; how often its count may be found unmoved; and how often that of one that has died,
+or nobody: whoever has just written a state is about to show itself.
 """
+_SLOWER = 2.0
+"""Where requests take long, for so many of them: whoever serves needs two or three to show itself."""
 _NEAR_S, _FAR_S = 0.05, 1.0
 """Seconds between two looks for callers, in a folder and far away."""
 _BEAT_S = 1.0
@@ -39,11 +44,15 @@ _LINGER_S = 5.0
 class Standby:
     """Stands by in a thread of this process, and serves while nobody else does, until `close`. Raises like `Mailbox`.
 
-    `serves`: whether it serves now.
+    Args:
+        hears: called when another process serves than the one that this process has called; it may be this one.
+
+    Attributes:
+        serves: whether it serves now.
     """
 
-    def __init__(self, url: str, keys: Keys | None) -> None:
-        self._box, self._keys = mailbox(url), keys
+    def __init__(self, url: str, keys: Keys | None, hears: Callable[[], object] = lambda: None) -> None:
+        self._box, self._keys, self._hears = mailbox(url), keys, hears
         self._closes, self.serves = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-standby", daemon=True)
         self._thread.start()
@@ -54,30 +63,37 @@ class Standby:
         self._thread.join()
 
     def _work(self) -> None:
-        seen, looks, told = None, 0, ""
+        storage, told, wait_s = self._box.storage, "", _LOOK_S
+        seen, looks, number = b"", 0, None
         while True:
+            began = time.monotonic()
             try:
-                now = self._box.storage.get(SERVING)
-                if now is not None and has_died(_process_of(now)):
-                    now = None
+                now = storage.get(SERVING) or b""
+                wait_s = max(_LOOK_S, _SLOWER * (time.monotonic() - began))
+                has_ended = not now or has_died(_process_of(now))
                 looks = looks + 1 if now == seen else 0
-                seen = now
-                if looks >= (_LOOKS if now else _BEGIN_LOOKS) or not (now or has_state(self._box.storage)):
-                    looks = 0
-                    self._serve()
+                # its count has moved: what is read may be old, but not twice
+                if not looks and _process_of(now) == _process_of(seen) != self._box.called:
+                    self._hears()
+                seen, number = now, number if looks else None
+                if number is None and (has_ended or looks > 1):
+                    number = newest_state(storage)
+                if looks >= (_BEGIN_LOOKS if has_ended else _LOOKS) or not now and number == 0:
+                    before, looks, number = number or 0, 0, None
+                    self._serve(before, {_process_of(now): CALL_S if has_ended else _LOOKS * _LOOK_S})
             except StateTaken:
                 pass
             except CocodcError as error:
                 if str(error) != told:
                     told = str(error)
                     logger.warning("this region cannot serve as coordinator: %s", told)
-            if self._closes.wait(_LOOK_S):
+            if self._closes.wait(wait_s):
                 return
 
-    def _serve(self) -> None:
-        """Serve until the end, or until another one does. Raises StateTaken, or CocodcError."""
+    def _serve(self, number: int, silent: Mapping[str, float]) -> None:
+        """Serve until the end, or until another one does. Raises StateTaken, or CocodcError. See `StateInStorage`."""
         box, failures = self._box, list[InputError]()
-        state = StateInStorage(box.storage, self._keys)
+        state = StateInStorage(box.storage, self._keys, number, silent)
         listener = listen("127.0.0.1", 0)
         secrets = [] if self._keys is None else [self._keys]
         served = Served(
@@ -87,13 +103,19 @@ class Standby:
             lambda line: logger.debug("coordinator: %s", line),
             failures.append,
         )
-        self.serves = True
+        self.serves, over = True, threading.Event()
         logger.info("this region serves as coordinator in %s", box.storage.url)
+        showing = threading.Thread(target=_show, args=(box, over), daemon=True)
+        showing.start()
+        box.serves_at = served.port
+        self._hears()
         try:
             self._attend(box, served, state, failures)
         finally:
-            self.serves = False
+            self.serves, box.serves_at = False, None
+            over.set()
             served.close()
+            showing.join()
         if not failures:
             with contextlib.suppress(CocodcError):
                 box.storage.remove(SERVING)
@@ -101,9 +123,9 @@ class Standby:
     def _attend(
         self, box: Mailbox, served: Served, state: StateInStorage, failures: list[InputError]
     ) -> None:
-        """Show that it serves, and let callers in. Raises StateTaken if another one serves, because this one stood still."""
-        count, shown_at, ends_at = 0, 0.0, 0.0
-        sure_at = cleared_at = time.monotonic()
+        """Let callers in. Raises StateTaken if another one serves, because this one stood still."""
+        ends_at, sure_at = 0.0, time.monotonic()
+        cleared_at = sure_at
         leftovers = Leftovers(box)
         while not failures:
             now = time.monotonic()
@@ -115,9 +137,6 @@ class Standby:
                 if state.is_taken:
                     raise StateTaken
                 sure_at = now
-            if now - shown_at >= _BEAT_S:
-                count, shown_at = count + 1, now
-                box.storage.put(SERVING, msgspec.json.encode(Serving(box.process, count)))
             if now - cleared_at >= _CLEAR_S:
                 cleared_at = now
                 threading.Thread(target=_clear, args=(leftovers,), daemon=True).start()
@@ -125,6 +144,16 @@ class Standby:
                 box.storage.remove(f"{calls_of(box.process)}/{name}")
                 threading.Thread(target=_let_in, args=(box, name, served.port), daemon=True).start()
             time.sleep(_NEAR_S if box.storage.is_near else _FAR_S)
+
+
+def _show(box: Mailbox, over: threading.Event) -> None:
+    """Show that this process serves; in a thread of its own, for others count looks while requests take long."""
+    count = 0
+    while not over.is_set():
+        count += 1
+        with contextlib.suppress(CocodcError):  # whoever lets callers in says so
+            box.storage.put(SERVING, msgspec.json.encode(Serving(box.process, count)))
+        over.wait(_BEAT_S)
 
 
 def _process_of(serving: bytes) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import msgspec
@@ -101,7 +102,10 @@ class State(ABC):
     Attributes:
         runs: what was read: (id of the secret, state). Those that have not ended have a higher generation than before.
         news: what there is to say about it, in words.
+        has_copies: whether two coordinators may go on from one state, and never hear of each other.
     """
+
+    has_copies = True
 
     def __init__(self, named: str) -> None:
         self._named = named
@@ -119,6 +123,10 @@ class State(ABC):
     @abstractmethod
     def _keep(self, key: str, state: Run) -> None:
         """Let a state survive, which is the newest of its run. Raises OSError."""
+
+    def silent(self, run: Run) -> dict[Member, float]:
+        """For how many seconds processes of a run are known to have stood still."""
+        return {}
 
     @abstractmethod
     def close(self) -> None: ...
@@ -253,16 +261,25 @@ class StateTaken(OSError):
     """Another coordinator goes on with the state."""
 
 
-def has_state(storage: Storage) -> bool:
-    """Whether a coordinator has served in a storage. Raises StorageError."""
-    return bool(storage.names(_FOLDER))
+def newest_state(storage: Storage) -> int:
+    """The highest number of a state in a storage; 0 if no coordinator has served there. Raises StorageError."""
+    return max(_numbers(storage), default=0)
+
+
+def _numbers(storage: Storage) -> list[int]:
+    return [int(name) for name in storage.names(_FOLDER) if name.isdecimal()]
 
 
 class StateInStorage(State):
     """The state in a storage: objects that are numbered, each with all that is kept. Whoever writes the next one goes on.
 
     A coordinator that stood still while another one took over cannot write the number that follows the last one that it knows,
-    or, if that was deleted, finds higher ones: so it never decides again. With `keys` of a secret, objects are sealed.
+    or, if that was deleted, finds higher ones: so it never decides again.
+
+    Args:
+        keys: of a secret: with them, objects are sealed.
+        number: of the newest state, as it was found before. Whoever has written another one since then lives.
+        silent: see `State`; by the names of processes' mailboxes.
 
     Raises:
         StateTaken: another coordinator is faster.
@@ -270,15 +287,25 @@ class StateInStorage(State):
         StorageError: the storage refuses.
     """
 
-    def __init__(self, storage: Storage, keys: Keys | None) -> None:
+    has_copies = False
+
+    def __init__(
+        self,
+        storage: Storage,
+        keys: Keys | None,
+        number: int | None = None,
+        silent: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         super().__init__(f"the coordinator's state in {storage.url}")
-        self._storage = storage
+        self._storage, self._silent, before = storage, silent, number
         self._cipher = None if keys is None else AESGCM(keys.of("state in a storage").raw)
-        listed = self._numbers
+        listed = _numbers(storage)
         number = max(listed, default=0)
         newest = storage.get(_name(number)) if number else b""
         while (following := storage.get(_name(number + 1))) is not None:  # a list may be late
             number, newest = number + 1, following
+        if before not in (None, number):
+            raise StateTaken("another coordinator has taken over")
         if newest is None:  # an empty state in its place would forget the run
             raise StorageError(
                 f"{self._named}: number {number} is listed, and cannot be read yet. It is tried again."
@@ -296,7 +323,7 @@ class StateInStorage(State):
         sealed = self._sealed(b"".join(self._all_lines()))
         number, self._writes = self._newest_object[0] + 1, sealed
         is_ours = self._storage.create(_name(number), sealed)
-        if not is_ours or max(self._numbers, default=0) > number:
+        if not is_ours or newest_state(self._storage) > number:
             raise StateTaken("another coordinator has taken over")
         self._newest_object = number, sealed
         self._old.append((number, time.monotonic()))
@@ -310,10 +337,6 @@ class StateInStorage(State):
                 return
             self._storage.remove(_name(self._old[0][0]))
             self._old.popleft()
-
-    @property
-    def _numbers(self) -> list[int]:
-        return [int(name) for name in self._storage.names(_FOLDER) if name.isdecimal()]
 
     @property
     def is_taken(self) -> bool:
@@ -331,6 +354,14 @@ class StateInStorage(State):
                 break
             time.sleep(_AGAIN_S)
         return found == content
+
+    def silent(self, run: Run) -> dict[Member, float]:
+        return {
+            member: seconds
+            for member, lanes in run.lanes.items()
+            for process, seconds in self._silent.items()
+            if process and process in [each.process for each in lanes]
+        }
 
     def close(self) -> None:
         """All is written."""

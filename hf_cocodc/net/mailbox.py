@@ -93,7 +93,14 @@ class Mailbox:
     """This process's sockets through one storage. Raises InputError if this machine cannot reach it, StorageError if it refuses.
 
     A process has one of each storage (`mailbox`).
+
+    Attributes:
+        serves_at: the port of the coordinator that this process serves there.
+        called: the process that serves, as far as this one has called it.
     """
+
+    serves_at: int | None = None
+    called = ""
 
     def __init__(self, url: str) -> None:
         self.storage = Storage(url)
@@ -113,20 +120,32 @@ class Mailbox:
         threading.Thread(target=self._live, name="hf_cocodc-mailbox", daemon=True).start()
         atexit.register(self.flush)
 
-    def meet(self, name: str, is_first: bool, timeout_s: float) -> socket.socket:
-        """A socket (TCP, on this machine) to the other end of a name. Raises TimeoutError if it does not come in time."""
+    def meet(
+        self, name: str, is_first: bool, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """A socket (TCP, on this machine) to the other end of a name. Raises TimeoutError if it does not come in time.
+
+        `look` is called now and then meanwhile, and may raise.
+        """
         far, near = _joined_sockets()
         try:
-            self.connect(name, is_first, timeout_s, far)
+            self.connect(name, is_first, timeout_s, far, look)
         except BaseException:
             far.close()
             near.close()
             raise
         return near
 
-    def connect(self, name: str, is_first: bool, timeout_s: float, far: socket.socket) -> None:
-        """Let a socket of this process reach the other end of a name. Raises TimeoutError if that does not come in time."""
-        card, other = self._meet(name, is_first, time.monotonic() + max(timeout_s, _MEET_S))
+    def connect(
+        self,
+        name: str,
+        is_first: bool,
+        timeout_s: float,
+        far: socket.socket,
+        look: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Let a socket of this process reach the other end of a name. See `meet`."""
+        card, other = self._meet(name, is_first, time.monotonic() + max(timeout_s, _MEET_S), look)
         for earlier in self._open_ways:
             if (earlier.name, earlier.is_first) == (name, is_first):
                 earlier.end(ConnectionResetError("this end has begun again"))
@@ -139,13 +158,15 @@ class Mailbox:
         with self._lock:
             return [way for way in self._ways if not way.is_over]
 
-    def _meet(self, name: str, is_first: bool, until: float) -> tuple[Card, Card]:
+    def _meet(self, name: str, is_first: bool, until: float, look: Callable[[], object]) -> tuple[Card, Card]:
         mine, theirs = (f"cards/{name}/{int(each)}" for each in (is_first, not is_first))
         card, shown, wait_s = Card(token_hex(8), self.process), None, self.waits_s[0]
         while True:
             other = self.card(theirs)
             if other is not None:
                 card = msgspec.structs.replace(card, seen=other.number)
+            if wait_s == self.waits_s[1]:
+                look()
             # now and then again: an earlier socket of this name that breaks may have written to it meanwhile
             if card != shown or wait_s == self.waits_s[1]:
                 self.storage.put(mine, msgspec.json.encode(card))

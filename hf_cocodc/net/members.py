@@ -19,8 +19,8 @@ class Member(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """The addresses at which a process is reached (none where regions meet in a storage), and its `keys.Share` as all may know
-    it.
+    """The addresses at which a process is reached (none where regions meet in a storage), its `keys.Share` as all may know it,
+    and the name of its mailbox, if it stands by there to serve as coordinator.
     """
 
     addresses: Annotated[
@@ -34,3 +34,4 @@ class Whereabouts(NamedTuple):
         Meta(max_length=MOST_ADDRESSES),
     ]
     share: Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]
+    process: Annotated[str, Meta(max_length=LONGEST_HOST)] = ""

@@ -96,7 +96,7 @@ class Churn:
         self._timeout_s = FAR_TIMEOUT_S if is_far else TIMEOUT_S
         self.setting.regions.update(link=link, timeout_s=self._timeout_s)
         self.setting = replace(self.setting, faults=faults)
-        self._checks = Checks(folder, self.setting)
+        self._checks = Checks(folder, self.setting, in_storage=bool(url))
         self.wrong = self._checks.wrong
         self.story: list[str] = []
         self._lives: list[Life] = []

@@ -31,10 +31,11 @@ class Checks:
     Args:
         folder: of the run.
         setting: of the run.
+        in_storage: whether its regions meet in one.
     """
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
-        self._folder, self._setting = folder, setting
+    def __init__(self, folder: Path, setting: Setting, in_storage: bool) -> None:
+        self._folder, self._setting, self._in_storage = folder, setting, in_storage
         self.wrong: list[str] = []
 
     def ends(
@@ -57,8 +58,9 @@ class Checks:
                         f"{life.name} ({', '.join(sorted(life.done)) or 'undisturbed'}), rank {rank}: {why}"
                     )
         ended = {code for life in lives for code in life.codes}
-        # a coordinator that was started again decides no loss before most members have called: if they have died, the rest ends
-        undecided = any(
+        # a coordinator that was started again decides no loss before most members have called: if they have died, the rest ends;
+        # in a storage it does
+        undecided = not self._in_storage and any(
             "waits to hear who goes on after a loss" in path.read_text()
             for path in self._folder.glob("life-*.json")
         )

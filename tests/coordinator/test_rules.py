@@ -71,9 +71,10 @@ class World:
     def last(self, who: int) -> object:
         return self.sent[who][-1]
 
-    def starts_again(self, name: str = "b") -> None:
-        """The coordinator is started again, with its file."""
-        self.state = restarted(revived(self.state, name), self.now)
+    def starts_again(self, name: str = "b", has_copies: bool = True, **silent_s: float) -> None:
+        """The coordinator is started again, with its file. `silent_s`: for which regions stood still, as `region0`."""
+        silent = {each: silent_s.get(f"region{each.region}", 0.0) for each in self.state.members}
+        self.state = restarted(revived(self.state, name), self.now, has_copies, silent)
 
     def of(self, count: int, **terms: Any) -> list[Member]:
         """A run of so many regions begins; their connections are 1, 2 and so on."""
@@ -459,7 +460,7 @@ def test_a_coordinator_with_the_file_of_another_run_says_nothing_about_this_one(
     world.meet(elastic=True)
     back, earlier = world.back(1), world.back(2)
     for file in (Run(name="run"), replace(world.state, run="another", earlier=("run-0",))):
-        world.state = restarted(file, world.now)
+        world.state = restarted(file, world.now, True)
         world.do(Came(7, back))
         assert isinstance(world.last(7), Waiting) and not world.state.seats
     world.do(Came(8, structs.replace(earlier, run="run-0")))
@@ -493,10 +494,53 @@ def test_of_two_coordinators_with_copies_of_one_file_at_most_one_decides() -> No
         assert decides or isinstance(world.last(here[0] + 10), Waiting)
 
 
+@pytest.mark.parametrize("region", [0, 1])
+def test_one_with_a_state_that_has_no_copies_decides_whoever_calls_it(region: int) -> None:
+    """Where regions meet in a storage: also if the one that served was half of them, or more."""
+    world = World()
+    members = world.of(2)
+    back = world.back(region + 1)
+    world.starts_again(has_copies=False)
+    world.do(Came(9, back))
+    world.reports(9, members[1 - region])
+    world.later(CALL_S - 1.0)
+    assert world.state.losses == 0
+    world.later(2.0)
+    assert world.state.members == (members[region],)
+    world.state, _ = step(world.state, StoodStill(False), world.now)
+    world.do(Came(10, structs.replace(back, losses=1, generation=world.state.generation)))
+    assert not any(isinstance(each, Waiting) for each in world.sent[10])
+
+
+@pytest.mark.parametrize(("silent_s", "waits_s"), [(0.0, CALL_S), (10.0, CALL_S - 10.0), (CALL_S, 0.0)])
+def test_whoever_stood_still_before_a_coordinator_began_is_waited_for_less(
+    silent_s: float, waits_s: float
+) -> None:
+    """It served, and another one has taken over because its count did not move, or because it has died."""
+    world = World()
+    world.of(3)
+    backs = [world.back(who) for who in (2, 3)]
+    world.starts_again(has_copies=False, region0=silent_s)
+    for who, back in zip((11, 12), backs, strict=True):
+        world.do(Came(who, back))
+    again = hello(0, elastic=True, count=3)
+    world.do(Came(13, structs.replace(again, token="again", terms=world.state.terms)))
+    for who in (11, 12):
+        world.reports(who)
+    if waits_s:
+        world.later(waits_s - 1.0)
+        assert world.state.losses == 0
+        world.later(2.0)
+        for who in (11, 12):
+            world.reports(who)
+    assert [each.region for each in world.state.members] == [1, 2]
+    assert isinstance(world.last(13), Welcome)
+
+
 def test_a_coordinator_that_stood_still_begins_like_one_that_was_started_again() -> None:
     world = World()
     members = world.of(3)
-    world.state, effects = step(world.state, StoodStill(), 100.0)
+    world.state, effects = step(world.state, StoodStill(True), 100.0)
     assert {each.to for each in effects if isinstance(each, CloseConnection)} == {1, 2, 3}
     assert world.state.uncalled == {*members} and not world.state.seats and world.state.losses == 0
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hf_cocodc.coordinator import in_storage, standby, state
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.in_storage import SERVING, is_served
+from hf_cocodc.coordinator.in_storage import SERVING, Serving, call_in_storage, is_served
 from hf_cocodc.coordinator.standby import Standby
 from hf_cocodc.coordinator.state import StateInStorage, StateTaken
 from hf_cocodc.errors import InputError
@@ -166,6 +168,77 @@ def test_nobody_takes_over_from_one_that_has_just_begun(
     wait_until(lambda: mailbox.mailbox(url).storage.requests["read"] >= 6)
     assert not other.serves and objects.get("state/000000000002") is None
     other.close()
+
+
+def test_nobody_goes_on_from_a_state_that_was_written_after_it_was_found_to_be_the_newest(
+    tmp_path: Path,
+) -> None:
+    objects = Storage(folder_url(tmp_path))
+    StateInStorage(objects, None, 0).write("key", RUN)
+    with pytest.raises(StateTaken):
+        StateInStorage(objects, None, 1)
+    member, place = next(iter(RUN.lanes.items()))
+    run = replace(RUN, lanes={member: (place[0]._replace(process="of region 0"),)})
+    StateInStorage(objects, None, 2, {"of region 0": 10.0}).write("key", run)
+    kept = StateInStorage(objects, None, None, {"of region 0": 10.0, "": 20.0})
+    assert kept.silent(kept.runs[0][1]) == {member: 10.0} and kept.silent(RUN) == {}
+
+
+def test_a_call_ends_once_it_is_known_that_nobody_will_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that serves has died, or another one serves by now."""
+    url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
+    here = mailbox.mailbox(url).process
+    dead = here.replace(here.partition("-")[0], str(2**22 + 1), 1)
+    objects.put(SERVING, msgspec.json.encode(Serving(dead, 1)))
+    with pytest.raises(ConnectionRefusedError, match="has died"):
+        call_in_storage(url, 60.0)
+    objects.put(SERVING, b'{"process":"one","count":1}')
+
+    def another_one_serves() -> None:
+        wait_until(lambda: bool(objects.names("calls/one")))
+        objects.put(SERVING, b'{"process":"another","count":1}')
+
+    with pytest.raises(ConnectionRefusedError, match="another one serves"):
+        at_once(another_one_serves, partial(call_in_storage, url, 60.0))
+
+
+def test_a_process_hears_that_another_one_serves_than_it_has_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection may break only seconds later."""
+    monkeypatch.setattr(standby, "_LOOK_S", 0.05)
+    url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
+    serving = iter(range(1, 1000))
+
+    def show(process: str) -> None:
+        objects.put(SERVING, msgspec.json.encode(Serving(process, next(serving))))
+
+    show("first")
+    mailbox.mailbox(url).called = "first"
+    heard: list[bool] = []
+    one = Standby(url, SECRET, lambda: heard.append(True))
+    for _ in range(5):
+        show("first")
+        time.sleep(0.1)
+    assert not heard
+
+    def is_heard() -> bool:
+        show("second")
+        return bool(heard)
+
+    wait_until(is_heard)
+    one.close()
+
+
+def test_a_process_calls_itself_without_the_storage(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    one = Standby(url, SECRET)
+    wait_until(lambda: is_served(url))
+    assert status(url, SECRET, timeout_s=30.0) == []
+    assert not Storage(url).names("cards") and not Storage(url).names("calls")
+    one.close()
 
 
 def test_one_that_stood_still_while_another_took_over_serves_no_more(

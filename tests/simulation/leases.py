@@ -25,6 +25,7 @@ from .machines import Machine, Machines
 from .stores import Faults, Reached, Store
 
 URL = "simulated://store"
+_EVEN = "02468"
 Log = tuple[str, ...]
 
 
@@ -53,7 +54,7 @@ class Leases:
     seed: int
     faults: Faults
     processes: int = 3
-    stills: int = 6
+    stills: int = 12
     still_s: float = 90.0
     calm_at: float = 150.0
     pace_s: float = 6.0
@@ -69,7 +70,12 @@ class Leases:
     def run(self) -> None:
         """Let it happen. Raises AssertionError if a thread fails, or nobody decides at the end."""
         time, threads = self.machines.time(), self.machines.threading()
-        stand_ins = {"mailbox": self._box, "listen": lambda *where: None, "Served": self._serve}
+        stand_ins = {
+            "mailbox": self._box,
+            "has_died": self._has_died,
+            "listen": lambda *where: None,
+            "Served": self._serve,
+        }
         with (
             mock.patch.multiple(storage, time=time, random=self.machines.random, _Bucket=self._reach),
             mock.patch.multiple(standby, time=time, threading=threads, **stand_ins),
@@ -113,6 +119,17 @@ class Leases:
                 machine.is_alive = False
             self._begin()
 
+    def kill_serving(self) -> None:
+        """Kill the one that serves."""
+        [machine] = [each for each in self.standing if each.is_alive and self.standing[each].serves]
+        machine.is_alive = False
+
+    def _has_died(self, process: str) -> bool:
+        """Processes with even numbers run on one machine, the others on another one: they see which of their own have died."""
+        named = {machine.name: machine for machine in self.standing}
+        here, there = self.machines.current.machine, named.get(process)
+        return there is not None and not there.is_alive and (here.name[-1] in _EVEN) == (process[-1] in _EVEN)
+
     def _begin(self) -> None:
         machine = Machine(f"process {len(self.standing)}")
         self.standing[machine] = SimpleNamespace(machine=machine, serves=False)
@@ -126,7 +143,9 @@ class Leases:
     def _box(self, url: str) -> Any:
         machine = self.machines.current.machine
         if machine not in self._boxes:
-            self._boxes[machine] = SimpleNamespace(storage=storage.Storage(url), process=machine.name)
+            self._boxes[machine] = SimpleNamespace(
+                storage=storage.Storage(url), process=machine.name, called=""
+            )
         return self._boxes[machine]
 
     def _reach(self, url: str, scheme: str) -> Reached:

@@ -160,6 +160,7 @@ class Machines:
         return self._current
 
     def ends(self, thread: Thread) -> None:
+        thread.ticket += 1  # a time-out of what it has waited for may still come
         self._threads.pop(thread, None)
 
     def run(self, until: float) -> None:
@@ -207,7 +208,11 @@ class Machines:
 
     def threading(self) -> SimpleNamespace:
         def thread(target: Callable[..., object], args: Iterable[Any] = (), **named: Any) -> Any:
-            return SimpleNamespace(start=lambda: self.start(self.current.machine, lambda: target(*args)))
+            begun: list[Thread] = []
+            return SimpleNamespace(
+                start=lambda: begun.append(self.start(self.current.machine, lambda: target(*args))),
+                join=lambda: begun[0].join(),
+            )
 
         return SimpleNamespace(
             Thread=self.ours(thread, threading.Thread),

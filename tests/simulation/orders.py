@@ -234,7 +234,7 @@ class _Work:
             self._set(i, up=(), down=down)
         if has_file:
             self.file = revived(self.file, "")
-            self.run = coordinator.restarted(self.file, 0.0)
+            self.run = coordinator.restarted(self.file, 0.0, True)
         else:
             self.run = self.file = Run(name="run")
 

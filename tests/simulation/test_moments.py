@@ -68,6 +68,26 @@ def test_nobody_trains_on_alone_who_comes_in_while_all_stop() -> None:
         assert ends[5] in (["stopped"], ["over"]), (seed, at, ends[5])
 
 
+def test_of_two_regions_in_a_storage_either_goes_on_alone() -> None:
+    """Also if the other one served as coordinator: whoever goes on with its state decides without it."""
+    two = Plan(seed=0, regions=2, steps=12, interval=4, overlap=2, storage=True)
+    for seed, at in _moments(2.0, 9.0, 24):
+        ends = _ends(_with(two, seed, Fault(at, "kill", seed % 2)))
+        assert ends == {seed % 2: ["killed"], 1 - seed % 2: ["finished"]}, (seed, at)
+
+
+def test_one_that_served_and_stood_still_comes_back_as_a_newcomer() -> None:
+    """The other one has gone on alone meanwhile."""
+    two = Plan(seed=0, regions=2, steps=60, interval=4, overlap=2, storage=True)
+    for seed, at in _moments(2.0, 9.0, 12):
+        ends = _ends(_with(two, seed, Fault(at, "freeze", seed % 2, seconds=45.0)))
+        assert ends[1 - seed % 2] == ["finished"] and ends[seed % 2] in (["finished"], ["over"]), (
+            seed,
+            at,
+            ends,
+        )
+
+
 def test_joining_a_run_that_is_about_to_end_or_has_ended_ends_at_once() -> None:
     for seed, at in _moments(0.6 * _END, _END + 5.0, 32):
         ends = _ends(_with(_THREE, seed, Fault(at, "start", 5, way=1)))

@@ -8,7 +8,7 @@ from .schedules import random_plan, run, shown, shrink
 from .world import Plan
 
 PLANS, PORTION = 3000, 500
-LANE_PLANS = 200
+LANE_PLANS, STORAGE_PLANS = 200, 100
 
 
 def check(plans: list[Plan]) -> None:
@@ -44,6 +44,20 @@ def lane_plan(seed: int) -> Plan:
 
 def test_regions_of_two_ranks_decide_as_one() -> None:
     check([lane_plan(seed) for seed in range(LANE_PLANS)])
+
+
+def storage_plan(seed: int) -> Plan:
+    """One whose regions meet in a storage: one of them serves as coordinator, and others take over from it."""
+    return replace(random_plan(seed), storage=True)
+
+
+def test_whoever_holds_the_lease_decides_alone() -> None:
+    check([storage_plan(seed) for seed in range(STORAGE_PLANS)])
+
+
+@pytest.mark.slow
+def test_whoever_holds_the_lease_decides_alone_in_more_plans() -> None:
+    check([storage_plan(seed) for seed in range(STORAGE_PLANS, PORTION)])
 
 
 def test_a_seed_replays() -> None:

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hf_cocodc.coordinator.messages import Decision, Terms
-from hf_cocodc.coordinator.rules import Run
+from hf_cocodc.coordinator.rules import CALL_S, Run
 from hf_cocodc.net.members import Member
 
 from .checks import Checks, Violation
-from .coordinating import COORDINATOR, Coordinator
+from .coordinating import COORDINATOR, Coordinator, SoleFile
 from .network import Actor, Connection, Network
 from .process import START_S, Process
 from .shell import WAIT_S, Shell
@@ -23,6 +23,10 @@ AFTER_S = 30.0
 """Seconds after the last fault from which on nobody is kept out again and again."""
 BOUND_S = 300.0
 """Seconds after the last fault within which every process must have ended."""
+STILL_S, GONE_S, LINGERS_S = 10.0, 3.0, 5.0
+"""In a storage, another one serves so long after the last one stood still, or has died on the machine of one that stands by;
+and one whose region has ended serves for so long.
+"""
 JOIN_S = 75.0
 """Seconds after the last fault within which every newcomer must have come in, if the others still train then."""
 
@@ -59,6 +63,7 @@ class Plan:
         lanes: runs side by side, whose processes of a region end together.
         steps, interval, fragments, overlap: of the schedule of transfers.
         step_s: seconds of an inner step, about.
+        storage: whether regions meet in a storage: one of them serves as coordinator, and the others stand by.
     """
 
     seed: int
@@ -72,6 +77,7 @@ class Plan:
     overlap: int = 1
     step_s: float = 1.0
     grace_s: float | None = None
+    storage: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -82,12 +88,13 @@ class Plan:
     @property
     def loses_no_way(self) -> bool:
         """Whether processes only end and start: network and coordinator are there all the time."""
-        return all(each.kind in ("kill", "start", "leave", "stop") for each in self.faults)
+        kinds = "kill", "start", "leave", "stop"
+        return not self.storage and all(each.kind in kinds for each in self.faults)
 
     @property
     def loses_file(self) -> bool:
         """Whether a coordinator is started without the file, or several with copies: it may decide nothing for some members."""
-        return any(
+        return not self.storage and any(
             each.kind in ("second_coordinator", "twins") or (each.kind == "kill_coordinator" and each.way)
             for each in self.faults
         )
@@ -118,14 +125,18 @@ class World:
         )
         self.checks = Checks()
         self._number = 0
-        self.file: dict[str, Run] = {}
+        self.file: dict[str, Run] = SoleFile() if plan.storage else {}
         self.old_file: dict[str, Run] = {}
         self.coordinators: list[Coordinator] = []
         self.processes: list[Process] = []
         self._meeting: dict[tuple[Any, ...], dict[Member, Shell]] = {}
-        self._starts_coordinator(self.file)
+        if not plan.storage:
+            self._starts_coordinator(self.file)
         for region in range(plan.regions):
             self.starts(region, join=False)
+        self._served_at = 0.0
+        if plan.storage:
+            self._stand_by()
         faults = Faults(self)
         for fault in plan.faults:
             self.network.at(fault.at, None, partial(faults.happen, fault))
@@ -268,6 +279,48 @@ class World:
     def _starts_coordinator(self, file: dict[str, Run]) -> None:
         self.coordinators.append(Coordinator(self.network, file, self._heard))
 
+    def _stand_by(self) -> None:
+        """Let a process serve that reaches the storage, once nobody has served for a while: `coordinator/standby.py`."""
+        now, draw = self.network.now, self.network.chances.random
+        self.network.at(now + 1.0, None, self._stand_by)
+        serving = self.coordinators[-1:]
+        for each in serving:
+            host = each.host
+            has_ended = host is not None and host.how is not None and draw() < 1 / LINGERS_S
+            if host is not None and (not host.is_alive or self._is_cut_off(host) or has_ended):
+                each.kill()
+            if each.is_alive and not each.is_frozen:
+                self._served_at = now
+                return
+        host = serving[0].host if serving else None
+        has_died = host is not None and not host.is_alive and draw() < 0.5
+        if not serving or now - self._served_at >= (GONE_S if has_died else STILL_S):
+            self.take_over(CALL_S if has_died else now - self._served_at)
+
+    def take_over(self, still_s: float = 0.0) -> None:
+        """A process serves in the storage, after the one that served has stood still for so long."""
+        here = [
+            each
+            for each in self.processes
+            if each.how is None and not each.is_frozen and not self._is_cut_off(each)
+        ]
+        if not here:
+            return
+        last = self.coordinators[-1].host if self.coordinators else None
+        silent = {last.me: still_s} if last is not None and hasattr(last, "me") else {}
+        host = self.network.chances.choice(here)
+        self.tell(COORDINATOR, f"is in region {host.region}; {silent} stood still")
+        self._served_at = self.network.now
+        self.coordinators.append(Coordinator(self.network, self.file, self._heard, host, silent))
+
+    def _is_cut_off(self, process: Process) -> bool:
+        """Whether a process does not reach the storage."""
+        return bool({(process.region, COORDINATOR), (COORDINATOR, process.region)} & self.network.cuts)
+
+    def hosted(self, processes: Iterable[Process]) -> list[Coordinator]:
+        """The coordinators that live in these processes."""
+        return [each for each in self.coordinators if each.is_alive and each.host in list(processes)]
+
     def _heard(self, name: str, before: Run, after: Run, effects: tuple[Any, ...]) -> None:
         if self._say is not None and after.losses != before.losses and after.decisions:
             self.tell(COORDINATOR, f"decides {after.decisions[-1].decision}")
@@ -342,12 +395,14 @@ class Faults:
             process.disturbed_until = max(process.disturbed_until, self._network.now + seconds)
 
     def kill(self, fault: Fault) -> None:
+        _kill(self._world.hosted(self._world.of_region(fault.region)))
         for process in self._world.of_region(fault.region):
             process.is_well = False
             process.kill()
 
     def crash(self, fault: Fault) -> None:
         """All processes are killed; the regions with which the run began are started again, `seconds` later."""
+        _kill(self._world.hosted(self._world.processes))
         for process in self._world.processes:
             process.is_well = False
             process.kill()
@@ -362,9 +417,10 @@ class Faults:
     def freeze(self, fault: Fault) -> None:
         processes = self._world.of_region(fault.region)
         self._disturb(processes, fault.seconds)
-        for process in processes:
-            process.freeze()
-        self._after(fault, partial(_thaw, processes))
+        frozen = [*processes, *self._world.hosted(processes)]
+        for each in frozen:
+            each.freeze()
+        self._after(fault, partial(_thaw, frozen))
 
     def leave(self, fault: Fault) -> None:
         for process in self._world.of_region(fault.region):
@@ -399,8 +455,9 @@ class Faults:
     def kill_coordinator(self, fault: Fault) -> None:
         for each in self._world.coordinators:
             each.kill()
-        files = self._world.file, {}, dict(self._world.old_file)
-        self._after(fault, lambda: self._world.restart_coordinator(files[fault.way]))
+        if not self._world.plan.storage:
+            files = self._world.file, {}, dict(self._world.old_file)
+            self._after(fault, lambda: self._world.restart_coordinator(files[fault.way]))
 
     def freeze_coordinator(self, fault: Fault) -> None:
         frozen = [each for each in self._world.coordinators if each.is_alive]
@@ -409,12 +466,19 @@ class Faults:
         self._after(fault, partial(_thaw, frozen))
 
     def second_coordinator(self, fault: Fault) -> None:
-        """The coordinator freezes, another one with a copy of its file takes its address; later the first one thaws."""
+        """The coordinator freezes, another one with a copy of its file takes its address; later the first one thaws.
+
+        In a storage, another one goes on with the states, while the first one does not know.
+        """
         old = [each for each in self._world.coordinators if each.is_alive]
         for process in self._world.processes:
             process.is_well = False  # members of both may wait for each other
         for each in old:
             each.freeze()
+        if self._world.plan.storage:
+            self._world.take_over()
+            self._network.at(self._network.now + fault.seconds / 2, None, partial(_thaw, old))
+            return
         copy = {} if fault.way == 1 else dict(self._world.file)
         self._world.file = copy
         self._world.coordinators.append(Coordinator(self._network, copy, self._world._heard))
@@ -426,7 +490,14 @@ class Faults:
         self._after(fault, partial(_kill, old))
 
     def twins(self, fault: Fault) -> None:
-        """The coordinator is killed, and two are started with copies of its file; later one of them is killed."""
+        """The coordinator is killed, and two are started with copies of its file; later one of them is killed.
+
+        In a storage, two go on with the states, one after the other, while the first two do not know.
+        """
+        if self._world.plan.storage:
+            self._world.take_over()
+            self._world.take_over()
+            return
         self._disturb(self._world.processes, 0.0)
         self._world.restart_coordinator(self._world.file, copies=1)
         self._after(fault, partial(_kill, self._world.coordinators[-2:][fault.way % 2 :][:1]))
