@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 _MAGIC = b"hf_cocodc object 1\n"
 _DIGEST_BYTES = 16
-_TRIES = 5
+_TRIES = 8
+"""With the waits between them they outlast a storage that is away for ten seconds, or for eight at least."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 4.0
 _REQUEST_S = 30.0
 """Seconds for one request, where the storage's library takes a time-out."""

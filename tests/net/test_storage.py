@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,8 @@ from hf_cocodc.net.storage import Storage, StorageError
 
 from .fake_hub import BUCKET, fake_hub
 from .storages import Faulty, Server, buckets, directories, folder_url
+
+WAIT_S = storage._FIRST_WAIT_S
 
 
 @pytest.fixture(params=["file", "s3", "ssh", "hub", "memory"])
@@ -147,7 +150,7 @@ def test_a_bucket_that_fails_now_and_then_serves(monkeypatch: pytest.MonkeyPatch
     assert {"refused", "lost", "torn"} <= set(drawn)
 
 
-def test_a_request_to_a_bucket_that_fails_is_made_five_times_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_a_bucket_that_fails_is_made_eight_times_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its libraries do not make it again by themselves: the log counts each one, and a storage that is gone is soon named."""
     asked: list[str] = []
     monkeypatch.setattr(Server, "_draws", lambda self, what: asked.append(what) or True)
@@ -157,7 +160,25 @@ def test_a_request_to_a_bucket_that_fails_is_made_five_times_in_all(monkeypatch:
             asked.clear()
             with pytest.raises(StorageError):
                 request()
-            assert asked == ["refused"] * 5
+            assert asked == ["refused"] * 8
+
+
+def test_a_storage_that_is_away_for_eight_seconds_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", WAIT_S)
+    objects, waited = Storage(folder_url(tmp_path)), list[float]()
+    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=waited.append))
+    write = objects._backend.write
+
+    def away(name: str, content: bytes) -> None:
+        if sum(waited) < 7.5:
+            raise OSError("503 Slow Down")
+        write(name, content)
+
+    monkeypatch.setattr(objects._backend, "write", away)
+    objects.put("a", b"one")
+    assert objects.get("a") == b"one"
 
 
 def test_a_storage_that_refuses_is_named_with_what_helps(tmp_path: Path) -> None:

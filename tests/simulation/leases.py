@@ -77,7 +77,7 @@ class Leases:
             "Served": self._serve,
         }
         with (
-            mock.patch.multiple(storage, time=time, random=self.machines.random, _Bucket=self._reach),
+            mock.patch.multiple(storage, time=time, random=self.machines.chance(), _Bucket=self._reach),
             mock.patch.multiple(standby, time=time, threading=threads, **stand_ins),
             mock.patch.dict(self.state, time=time),
         ):

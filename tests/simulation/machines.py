@@ -201,6 +201,10 @@ class Machines:
 
         return call
 
+    def chance(self) -> SimpleNamespace:
+        """What draws for our threads alone: others that earlier tests have left make requests, too."""
+        return SimpleNamespace(uniform=self.ours(self.random.uniform, random.uniform))
+
     def time(self) -> SimpleNamespace:
         return SimpleNamespace(
             monotonic=self.ours(lambda: self.now, time.monotonic), sleep=self.ours(self.sleep, time.sleep)

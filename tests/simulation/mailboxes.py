@@ -168,7 +168,7 @@ class Talks:
         }
         with (
             mock.patch.multiple(
-                storage, time=time, random=machines.random, _Bucket=lambda *_: Reached(self.store)
+                storage, time=time, random=machines.chance(), _Bucket=lambda *_: Reached(self.store)
             ),
             mock.patch.multiple(mailbox, **names),
         ):

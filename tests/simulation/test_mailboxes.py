@@ -18,7 +18,7 @@ SEEDS, MORE = 20, 120
 KEEPS = Faults(fails=0.05, torn=0.03, old=0.05, late=0.1)
 WORLDS = {
     "keeps what it promises": KEEPS,
-    "fails often": replace(KEEPS, fails=0.2),
+    "fails often": replace(KEEPS, fails=0.35),
     "loses what was written": replace(KEEPS, lost=0.03),
 }
 HARD = {**WORLDS, "loses a lot": replace(KEEPS, lost=0.2)}
