@@ -24,7 +24,8 @@ _BACKLOG = 1024
 class Served:
     """A coordinator in a thread of this process. This machine reaches it at `address` (HOST:PORT).
 
-    `say` takes the lines of its log; `fail` is called if it ends because its state file cannot be written.
+    `news`: what there is to say about its state, in words. `say` takes the lines of its log; `fail` is called if it ends because
+    its state file cannot be written.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Served:
     ) -> None:
         self.address, self.port = address_of(listener)
         self._listener, self._state, self._fail = listener, state, fail
+        self.news = [] if state is None else state.news
         self._loop = asyncio.new_event_loop()
         self._coordinator = Coordinator(self._loop, listener, secrets, state, say, self._not_written)
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinating", daemon=True)
@@ -86,6 +88,8 @@ def serve_in_thread(
     port: int = 0,
     secrets: Sequence[Keys] = (),
     state: Path | None = None,
+    say: Callable[[str], None] = lambda line: logger.info("%s", line),
+    fail: Callable[[InputError], None] = lambda error: logger.error("the coordinator ends: %s", error),
 ) -> Served:
     """Start a coordinator in a thread, until its `close` or the end of this process. Port 0 takes a free port.
 
@@ -94,14 +98,7 @@ def serve_in_thread(
     """
     listener = listen(host, port)
     try:
-        file = None if state is None else StateFile(state)
-        return Served(
-            listener,
-            secrets,
-            file,
-            lambda line: logger.info("%s", line),
-            lambda error: logger.error("the coordinator ends: %s", error),
-        )
+        return Served(listener, secrets, None if state is None else StateFile(state), say, fail)
     except BaseException:
         listener.close()
         raise
@@ -118,20 +115,14 @@ def serve(
 
     `say` takes the lines of its log. `state`: its file, by default that of the port; none at port 0.
     """
-    listener = listen(host, port)
     failures: list[InputError] = []
-    try:
-        if state is None and port:  # nobody would find the next coordinator at another port
-            state = default_path(port)
-        file = None if state is None else StateFile(state)
-        served = Served(listener, secrets, file, say, failures.append)
-    except BaseException:
-        listener.close()
-        raise
+    if state is None and port:  # nobody would find the next coordinator at another port
+        state = default_path(port)
+    served = serve_in_thread(host, port, secrets, state, say, failures.append)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: served.stop())
     say(f"coordinator listening on {named(host, served.port)}; press Ctrl-C to end it")
-    for line in [] if file is None else file.news:
+    for line in served.news:
         say(line)
     served.wait()
     if failures:
