@@ -10,7 +10,6 @@ Values stay on their device. Payloads, a codec's bytes, come to where they trave
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,40 +28,37 @@ Lend = Callable[[int, torch.device], Tensor]
 """Lends memory for so many bytes on a device."""
 
 
-class Rows(Protocol):
-    """The payloads that regions send each other in one phase of an exchange, in rows; see `WireRows` for how they are made."""
+class Rows:
+    """The payloads that regions send each other in one phase of an exchange, in rows. `device`: where they lie that are sent, and
+    that have come.
+    """
 
-    device: torch.device
-    """Where payloads lie that are sent, and those that have come."""
+    device = HOST
 
     def begin(self, index: int) -> None:
         """The payloads of a row follow, in all regions; also in one that sends none."""
-        ...
 
     def send(self, index: int, payload: Tensor, others: Sequence[int]) -> None:
         """Send a payload to other regions. It must not change before `finish`."""
-        ...
+        raise NotImplementedError
 
     def end(self) -> None:
         """The row is whole."""
-        ...
 
     def take(self, index: int, other: int) -> Tensor:
         """Wait for the payload that another region has sent in a row. Raises LinkError."""
-        ...
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Wait until all is sent."""
-        ...
+        raise NotImplementedError
 
 
 RowsOf = Callable[[View, Sizes, Lend, str], Rows]
 
 
-class WireRows:
+class WireRows(Rows):
     """Rows over the connections of a wire: payloads are cut into frames. Receives begin at once."""
-
-    device = HOST
 
     def __init__(self, view: View, sizes: Sizes, lend: Lend, what: str) -> None:
         self._view, self._what, self._tag = view, what, view.tag()
@@ -76,12 +72,6 @@ class WireRows:
                     for place, frame in frames(buffer, view.connections)
                 ]
                 self._coming[index, other] = buffer, receives
-
-    def begin(self, index: int) -> None:
-        """Nothing waits for a row."""
-
-    def end(self) -> None:
-        """Nothing waits for a row."""
 
     def send(self, index: int, payload: Tensor, others: Sequence[int]) -> None:
         for place, frame in frames(payload, self._view.connections):

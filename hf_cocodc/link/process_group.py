@@ -33,7 +33,7 @@ from ..net.view import View
 from ..parts.tensors.memory import HOST
 from ..settings.environment import ENV_LAUNCH
 from ..threads import NativeThread
-from .exchange import Lend, RowsOf, Sizes, WireRows
+from .exchange import Lend, Rows, RowsOf, Sizes, WireRows
 from .records import from_row, to_row
 
 KINDS = "", "tcp", "gloo", "nccl"
@@ -478,8 +478,8 @@ class NcclGroup(Group):
 _GROUPS = {"gloo": Group, "nccl": NcclGroup}
 
 
-class GroupRows:
-    """Rows of payloads over a process group (`exchange.Rows`). Raises GroupBroken."""
+class GroupRows(Rows):
+    """Rows of payloads over a process group. Raises GroupBroken."""
 
     def __init__(self, group: Group, view: View, sizes: Sizes, lend: Lend, what: str) -> None:
         self._group, self._view, self._sizes, self._lend, self._what = group, view, sizes, lend, what
