@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,7 @@ from .shards import facts_of_shards, note_order
 logger = logging.getLogger(__name__)
 
 
-class Loop(Protocol):
+class Loop:
     """What makes the inner steps of a rank.
 
     Attributes:
@@ -30,63 +30,54 @@ class Loop(Protocol):
         keeps_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
     """
 
-    @property
-    def started(self) -> dict[str, Any] | None: ...
-
-    @property
-    def keeps_link(self) -> bool: ...
+    started: dict[str, Any] | None = None
+    keeps_link = False
 
     @property
     def batch(self) -> Batch:
         """Of this region, by its own settings."""
-        ...
+        raise NotImplementedError
 
     def deal(self, micro_batches: int) -> None:
         """From the next inner step on, this region has so many micro-batches in each (`regions.balance`)."""
-        ...
+        raise NotImplementedError
 
     def refuse_undealt(self, rule: str | None, micro_batches: int) -> None:
         """Raise InputError if this loop does not train what it was dealt by this `rule` (`RegionConfig.rule_of_batch`): so many
         micro-batches in this inner step. Called with each micro-batch.
         """
-        ...
 
     def inner(self) -> Inner:
         """The rest of the training, for newcomers."""
-        ...
+        raise NotImplementedError
 
     def jump(self, before: int, after: int, is_new: bool) -> None:
         """Go along to inner step `after`: the steps since `before` were made without training. `is_new`: the loop has yet to
         begin; else it is inside `outer.step()`.
         """
-        ...
+        raise NotImplementedError
 
     def take_over(self, base: Path) -> None:
-        """Go on from another region's base, in the same process."""
-        ...
+        """Go on from another region's base, in the same process, with what is in it beside what is trained."""
 
     def save_model(self, folder: Path, model: nn.Module) -> None:
         """Save an unwrapped model, which holds the global weights, so that `from_pretrained` loads it. A collective call of the
         region's ranks. Raises InputError if it cannot be saved.
         """
-        ...
+        raise NotImplementedError
 
     def stand_in(self) -> None:
         """After an inner step whose rest the loop leaves out, because this region trains no more or not yet: do what else the
         others need of it then.
         """
-        ...
 
 
-class PlainLoop:
+class PlainLoop(Loop):
     """A loop of a user's own, as far as its accelerator shows it.
 
     `is_dealt`: samples are dealt to it (`regions.shards`), and its first dataloader has all of the data. Raises InputError if it
     has not.
     """
-
-    started = None
-    keeps_link = False
 
     def __init__(self, accelerator: Accelerator, is_dealt: bool = False) -> None:
         self._accelerator, self._is_dealt = accelerator, is_dealt
@@ -201,9 +192,6 @@ class PlainLoop:
             for _ in range(often * after - count if is_new else often * (after - before)):
                 plain.step()
 
-    def take_over(self, base: Path) -> None:
-        """Nothing of a plain loop is in a base beside what is trained."""
-
     def save_model(self, folder: Path, model: nn.Module) -> None:
         save_pretrained = getattr(model, "save_pretrained", None)
         if save_pretrained is None:
@@ -213,9 +201,6 @@ class PlainLoop:
         weights = self._accelerator.get_state_dict(model)  # shards come from all ranks
         if self._accelerator.is_main_process:
             save_pretrained(folder, state_dict=weights)
-
-    def stand_in(self) -> None:
-        """A plain loop does nothing together with other regions."""
 
     def _is_sharded(self, name: str) -> bool:
         """Whether these states are shards in each rank (FSDP2), which all ranks save and load together."""

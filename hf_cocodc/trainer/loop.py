@@ -10,15 +10,15 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from ..engine.balance import Batch
-from ..run.loop import save_shards
+from ..run.loop import Loop, save_shards
 from ..snapshot.donor import Inner
 from ..snapshot.folders import PREFIX
 from .beginning import Beginning, metric_of, started
 from .feed import Feed
 
 
-class TrainerLoop:
-    """A Trainer's loop; see `run.loop.Loop`. `stand_in` is called without arguments."""
+class TrainerLoop(Loop):
+    """A Trainer's loop. `stand_in` is called without arguments."""
 
     def __init__(
         self,
@@ -27,7 +27,8 @@ class TrainerLoop:
         stand_in: Callable[[], None],
         feed: Feed | None = None,
     ) -> None:
-        self._trainer, self.stand_in, self._feed = trainer, stand_in, feed
+        self._trainer, self._feed = trainer, feed
+        self.stand_in = stand_in  # type: ignore[method-assign]
         self.started = started(agreed)
         self.keeps_link = metric_of(trainer.args) is not None
 
@@ -40,9 +41,6 @@ class TrainerLoop:
     def deal(self, micro_batches: int) -> None:
         assert self._feed is not None
         self._feed.micro_batches = micro_batches
-
-    def refuse_undealt(self, rule: str | None, micro_batches: int) -> None:
-        """Its Trainer follows."""
 
     def inner(self) -> Inner:
         trainer = self._trainer
