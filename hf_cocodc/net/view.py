@@ -18,6 +18,7 @@ LARGEST = 1 << 20
 _ROUND = 1 << 20
 """More tags than one round of an attempt uses."""
 
+_NEVER = threading.Event()
 _VOID = "the transfer is void: a region was lost."
 
 
@@ -72,7 +73,7 @@ class Throttle:
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def wait(self, num_bytes: int, stop: threading.Event) -> None:
+    def wait(self, num_bytes: int, stop: threading.Event = _NEVER) -> None:
         """Wait until another message may be sent, or until `stop` is set."""
         rate = self.rate
         if rate is None:

@@ -25,6 +25,7 @@ from ..errors import LinkError
 from ..link.log import Log, to_plain
 from ..net.connection import Connection, ConnectionLost, Operation
 from ..net.pairs import STREAMS
+from ..net.view import Throttle
 from ..threads import NativeThread
 from ..validation import Count
 from . import checkpoint as disk
@@ -152,10 +153,9 @@ class Frames:
         patience_s: float = math.inf,
     ) -> None:
         self._connection = stream
-        self._alive, self._rate, self._patience_s = alive, rate, patience_s
+        self._alive, self._throttle, self._patience_s = alive, Throttle(rate), patience_s
         # the other end must never wait longer for the next chunk than it takes to send it
         self._most = _CHUNK if rate is None else max(min(int(rate * _POLL_S), _CHUNK), 1)
-        self._free_at = time.monotonic()
 
     def send(self, kind: str, **content: Any) -> None:
         """Send an object."""
@@ -230,12 +230,9 @@ class Frames:
         self._connection.close()
 
     def _send(self, data: bytes | memoryview) -> None:
-        while (pause_s := self._free_at - time.monotonic()) > 0:
-            time.sleep(min(pause_s, _POLL_S))
+        self._throttle.wait(len(data))
         operation = Operation(0, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), is_own=True)
         self._wait(self._connection.send, operation, math.inf)
-        if self._rate is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + len(data) / self._rate
 
     def _receive(self) -> bytes:
         operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), most=_LONGEST)

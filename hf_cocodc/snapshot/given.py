@@ -5,13 +5,13 @@
 
 import hashlib
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..coordinator.caller import CoordinatorConnection
 from ..coordinator.messages import Given, Sums
 from ..errors import InputError, LinkError, short
+from ..net.view import Throttle
 from .files import check_files
 
 STALLED_S = 90.0
@@ -38,19 +38,15 @@ def send(
     """
     connection.send(given)
     sums: dict[str, str] = {}
-    free_at = time.monotonic()
+    throttle = Throttle(rate)
     most = _CHUNK if rate is None else max(min(int(rate * _POLL_S), _CHUNK), 1)
     for name, path in files.items():
         sha = hashlib.sha256()
         with path.open("rb") as file:
             while chunk := file.read(most):
                 sha.update(chunk)
+                throttle.wait(len(chunk))
                 connection.send_bytes(chunk, STALLED_S, look)
-                if rate is not None:
-                    free_at = max(free_at, time.monotonic()) + len(chunk) / rate
-                while (pause_s := free_at - time.monotonic()) > 0:
-                    look()
-                    time.sleep(min(pause_s, _POLL_S))
         sums[name] = sha.hexdigest()
     connection.send(Sums(sha256=sums))
     connection.wait_for_end(STALLED_S, look)
