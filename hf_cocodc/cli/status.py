@@ -121,9 +121,6 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     )
     of = "" if state["max_steps"] is None else f" of {state['max_steps']}"
     rows.append(f"step        {step}{of}; {last}")
-    if state["ways"]:
-        ways = [f"{pair} {way}" for pair, way in state["ways"].items()]
-        rows.append(f"ways        {', '.join(ways)}")
     return rows + [_of_member(member) for member in members] + [_of_lost(each) for each in state["lost"]]
 
 

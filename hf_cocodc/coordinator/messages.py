@@ -16,7 +16,7 @@ from ..net.members import Member, Whereabouts
 from ..settings.regions import MOST_REGIONS
 from ..validation import MOST
 
-PROTOCOL = 29
+PROTOCOL = 30
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 _T = TypeVar("_T")
 Whole = Annotated[int, Meta(ge=-1, le=MOST)]
@@ -220,13 +220,6 @@ class Paired(ControlMessage, frozen=True, kw_only=True):
     """The connections for transfers with another process are there."""
 
     member: Member
-
-
-class Ways(ControlMessage, frozen=True, kw_only=True):
-    """By which way this process is connected to each region: "direct", "reversed" or "storage" (see `net.pairs.Pair`)."""
-
-    regions: Several[Whole]
-    ways: Several[Text]
 
 
 class Ready(ControlMessage, frozen=True, kw_only=True):
@@ -494,7 +487,7 @@ class Done(ControlMessage, frozen=True, kw_only=True):
 
 
 FromRegion = (
-    Hello | Back | Beat | Report | Paired | Ways | Ready | Leave | Heard | Stop | Promise | Note | Post | Bye
+    Hello | Back | Beat | Report | Paired | Ready | Leave | Heard | Stop | Promise | Note | Post | Bye
 )
 FromCommand = AskLeave | Claim | AskRecipe
 OfPulls = Pull | Give | Given | Sums

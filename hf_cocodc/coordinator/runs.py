@@ -25,7 +25,6 @@ from .messages import (
     StopAt,
     ToRegion,
     Waiting,
-    Ways,
     host_of,
 )
 from .rules import (
@@ -178,7 +177,6 @@ def overview(
     state: Run,
     now: float,
     gone: Mapping[Member, Seat],
-    ways: Mapping[Member, Mapping[int, str]],
     lost: Mapping[int, Lost] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """A run as JSON can express it. `gone`: members without a connection, as they were heard of last; `lost`: by region."""
@@ -211,12 +209,6 @@ def overview(
             for region, each in sorted(lost.items())
             if region not in {member.region for member in state.newcomers}
         ],
-        "ways": {
-            f"{member.region}-{other}": way
-            for member in state.members
-            for other, way in sorted(ways.get(member, {}).items())
-            if member.region < other and other in {each.region for each in state.members}
-        },
         "waiting": sorted(hello.region for hello in state.hellos.values()),
         "elastic": state.terms.is_open,
         "count": state.terms.count,
@@ -281,7 +273,6 @@ class Hosted:
         idle_since: since when it has no connection.
         gone: members without a connection, as they were heard of last.
         lost: regions without which the others have gone on, and that are not back.
-        ways: by which way each process is connected to each region.
         held: for each state that is being written, what is to be said once it is on the disk.
     """
 
@@ -291,7 +282,6 @@ class Hosted:
     idle_since: float = 0.0
     gone: dict[Member, Seat] = field(default_factory=dict)
     lost: dict[int, Lost] = field(default_factory=dict)
-    ways: dict[Member, dict[int, str]] = field(default_factory=dict)
     held: deque[list[Callable[[], None]]] = field(default_factory=deque)
 
     def do(self, work: Callable[[], None]) -> None:
@@ -300,16 +290,6 @@ class Hosted:
             self.held[-1].append(work)
         else:
             work()
-
-    def note_ways(self, who: int, message: Ways) -> None:
-        """A process tells by which ways it is connected."""
-        seat = self.state.seats.get(who)
-        if seat is not None:
-            there = {seat.member, *self.state.members}
-            self.ways = {member: ways for member, ways in self.ways.items() if member in there}
-            self.ways[seat.member] = dict(
-                zip(message.regions, (short(each, 20) for each in message.ways), strict=False)
-            )
 
     @property
     def is_nothing(self) -> bool:
@@ -404,7 +384,7 @@ class Runs:
         """The runs with this secret, or the one with this name (see `overview`)."""
         now = self._now()
         return [
-            overview(each.state, now, each.gone, each.ways, each.lost)
+            overview(each.state, now, each.gone, each.lost)
             for each in self._hosted.values()
             if each.key == key and name in ("", each.state.name) and (each.state.run or each.state.hellos)
         ]

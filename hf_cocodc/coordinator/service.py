@@ -24,7 +24,6 @@ from .messages import (
     Pull,
     Refuse,
     ToRegion,
-    Ways,
     from_line,
 )
 from .pulls import Pulls
@@ -265,8 +264,6 @@ class Coordinator:
             return
         connection.greets = False
         match message:
-            case Ways():
-                hosted.note_ways(connection.who, message)
             case Pull():
                 self._pulls.come(connection.who, hosted, connection.writer, self._loop.time())
             case Give(pull=name):

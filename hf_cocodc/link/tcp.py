@@ -31,7 +31,6 @@ from ..coordinator.messages import (
     StopAt,
     Terms,
     ToRegion,
-    Ways,
     Welcome,
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
@@ -145,7 +144,7 @@ class TcpLink(Link):
         self._leads, self._led = False, set[int]()
         self._thread: threading.Thread | None = None
         self._whys: dict[Member, str] = {}
-        self._told_ways: dict[int, str] = {}
+        self._noted_ways: dict[int, str] = {}
         self._sinks = Sinks()
         self._following: Following | None = None
         self._has_moved = False
@@ -709,10 +708,8 @@ class TcpLink(Link):
                     self._feed(rules.HeardFrom(message, self.awaits, time.monotonic()))
         if isinstance(message, Refuse) and self.standing is not Standing.OUT:
             logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
-        if isinstance(message, Resumed):
-            self._tell_ways()
-            if self.agreement is not None:
-                self.agreement.ask_again()
+        if isinstance(message, Resumed) and self.agreement is not None:
+            self.agreement.ask_again()
         self.on(message)
 
     def _sign(self) -> Beat:
@@ -779,7 +776,7 @@ class TcpLink(Link):
             return
         # all at once: the other end gives a search up that it has begun, and this one has not
         side_by_side([partial(self._meet, self.me, other) for other in others], len(others))
-        self._tell_ways()
+        self._note_ways()
         self.view = self.wire.view([self.region, *(other.region for other in others)], FIRST)
         self._payloads.settle(self.view, self._part.members, "storage" in self.wire.ways.values())
 
@@ -803,7 +800,7 @@ class TcpLink(Link):
                 text = "region %d cannot be connected to region %d, and tries again: %s"
                 logger.warning(text, self.region, other.region, error)
             return
-        self._tell_ways()
+        self._note_ways()
 
     def _meet(self, me: Member, other: Member) -> None:
         """Connect to a process, as long as it is wanted. Raises LinkError if that fails."""
@@ -824,12 +821,11 @@ class TcpLink(Link):
             else:
                 pair.close()
 
-    def _tell_ways(self) -> None:
-        """Say by which ways this process is connected: to the coordinator, and in the journal."""
+    def _note_ways(self) -> None:
+        """Write by which ways this process is connected into the journal."""
         ways = self.wire.ways
-        self._client.send(Ways(regions=tuple(ways), ways=tuple(ways.values())))
-        if ways != self._told_ways:
-            self._told_ways = ways
+        if ways != self._noted_ways:
+            self._noted_ways = ways
             self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
     def _tell_choice(self, choice: Carrier) -> None:
