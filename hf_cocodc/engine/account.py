@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 
 from ..link.base import Arrival, Link
 from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID
 from ..parts.schedules import AgreedStats
 from ..parts.tensors.memory import HOST, has_streams
-from ..validation import Count, Size
+from ..validation import Count, Number, Size
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,17 @@ class Measurements:
         return {name: getattr(self, name) for name in _SAVED} | {"stats": self.agreed._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned. Raises KeyError, TypeError or ValueError if `state` is damaged."""
+        change = state["change"]
+        stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
+        msgspec.convert([state["lr"], state["lr_sum"]], list[Number])
+        times = [state["step_time_s"], state["sync_time_s"], stats.step_time_s, stats.sync_time_s]
+        msgspec.convert([*change, *stats.change, *times, stats.compression], list[Size])
+        if len(change) != len(self._lengths) or len(stats.change) not in (0, len(change)):
+            raise ValueError(f"it has changes of {len(change)} fragments, and there are {len(self._lengths)}")
         for name in _SAVED:
-            setattr(self, name, state[name])
-        self.change = list(self.change)
-        self.agreed = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
+            setattr(self, name, list(map(float, change)) if name == "change" else float(state[name]))
+        self.agreed = stats
 
 
 Record = Callable[..., None]

@@ -109,6 +109,12 @@ def _checked(fragment: FragmentState, state: dict[str, Any]) -> SavedFragment:
         same_structure(state[part], form, f"the {part} state of fragment {index}")
     try:
         saved = whole(SavedFragment, state)
+        steps = [each.sent_at for each in saved.in_flight]
+        if steps != sorted(steps) or max(steps, default=0) > saved.sent_at:
+            raise ValueError(f"transfers of the steps {steps}, the last send at step {saved.sent_at}")
+        for each in saved.in_flight:
+            if not len(each.members) == len(each.trailers) > 0 or each.members != sorted(set(each.members)):
+                raise ValueError(f"the members {each.members} of a transfer")
     except ValueError as error:
         raise CheckpointError(
             f"fragment {index}: the checkpoint has what no run saves ({short(error, 200)}). It is damaged: use another."
