@@ -335,7 +335,8 @@ def test_a_newcomer_that_is_frozen_keeps_nobody(
             pass
         donation.join(10.0)
         assert donation.over and donation.log.overflowed
-        with pytest.raises(DonorLost, match="region 0 sends its log no more"):
+        # on a busy machine, it looks after the donor before it has read what came
+        with pytest.raises(DonorLost, match="region 0 sends its log no more|it is gone"):
             next(base.items)
 
 
