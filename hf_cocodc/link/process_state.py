@@ -11,14 +11,16 @@ import torch
 
 
 def process_state() -> tuple[tuple, dict[str, Any]]:
-    """The states of the random numbers, and of Accelerate, as they are."""
-    return _random_state(), _gradient_state()
+    """The states of the random numbers, and of Accelerate's gradient accumulation and data loaders, as they are."""
+    return _random_state(), _copied(_of_accelerate())
 
 
 def set_process_state(state: tuple[tuple, dict[str, Any]]) -> None:
     """Go back to these states."""
     _set_random_state(state[0])
-    _set_gradient_state(state[1])
+    shared = _of_accelerate()
+    shared.clear()
+    shared.update(_copied(state[1]))
 
 
 @contextlib.contextmanager
@@ -47,18 +49,9 @@ def _set_random_state(state: tuple) -> None:
         torch.cuda.manual_seed_all(torch.initial_seed())
 
 
-def _gradient_state() -> dict[str, Any]:
-    """Accelerate's state of gradient accumulation and data loaders: one per process, but each region needs its own."""
+def _of_accelerate() -> dict[str, Any]:
     accelerate = sys.modules.get("accelerate.state")
-    shared = accelerate.GradientState._shared_state if accelerate else {}
-    return _copied(shared)
-
-
-def _set_gradient_state(state: dict[str, Any]) -> None:
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate:
-        accelerate.GradientState._shared_state.clear()
-        accelerate.GradientState._shared_state.update(_copied(state))
+    return accelerate.GradientState._shared_state if accelerate else {}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

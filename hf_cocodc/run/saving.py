@@ -1,5 +1,6 @@
 """Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -7,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch.utils.data import IterableDataset
 
-from ..errors import expanded
+from ..errors import InputError, expanded
 from ..link.group import main_says, wait_for_ranks
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
 from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Saved
 from .resuming import in_all, refuse_damaged, restore_buffers
-from .stateful import go_to_passes, note_passes, refuse_inexact
 from .training import Training
+
+logger = logging.getLogger(__name__)
+
+_PASS = "hf_cocodc_pass"
+"""In the state of a loader: how many passes were made before the present one."""
 
 
 def write(training: Training, checkpoint: Path, whole: bool = False) -> None:
@@ -72,7 +78,7 @@ def hook_into_saving(
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         folder[:] = [Path(output_dir)]
         training.inner.warn_of_unsaved(accelerator)
-        note_passes(accelerator)
+        _note_passes(accelerator)
         write(training, folder[0])
 
     def before_loading(models: Any, input_dir: str) -> None:
@@ -118,7 +124,7 @@ def hook_into_saving(
         read.clear()
 
         def load() -> None:
-            refuse_inexact(accelerator)
+            _refuse_inexact(accelerator)
             home = None if given is None else expanded(given)
             if home is not None:
                 main_says(link, accelerator, partial(folders.move_in, home), f"the new files of {home}")
@@ -128,7 +134,7 @@ def hook_into_saving(
             if home is not None:
                 read_own(home)
             load_state(*args, **kwargs)
-            go_to_passes(accelerator)
+            _go_to_passes(accelerator)
             restore_buffers(training.model, folder[0], link.lane)
 
         with loading:
@@ -158,3 +164,53 @@ def _folders(
         project = accelerator.project_dir
         return None, None if project is None else Path(project)
     return named, named
+
+
+def _note_passes(accelerator: Accelerator) -> None:
+    """Call before Accelerate saves: the state of each loader says its pass, too."""
+    for loader in _loaders(accelerator):
+        loader.dl_state_dict = {**loader.dl_state_dict, _PASS: loader.iteration}
+
+
+def _go_to_passes(accelerator: Accelerator) -> None:
+    """Call after Accelerate has loaded: each loader goes on in the pass that was saved, or with the next one if that was over."""
+    for loader in _loaders(accelerator):
+        plain = loader.base_dataloader
+        state = plain.next_iter_state
+        if state is None:
+            continue
+        if _PASS not in state:
+            logger.warning(
+                "the checkpoint does not say in which pass over its stream a dataloader was: it goes on as in the first one."
+            )
+            continue
+        loader.iteration = state[_PASS]
+        if state.get("_iterator_finished"):
+            loader.iteration += 1
+            plain.next_iter_state = None
+
+
+def _refuse_inexact(accelerator: Accelerator) -> None:
+    """Raise InputError if a loader would go on with other samples than those that come next."""
+    for loader in _loaders(accelerator):
+        import datasets  # takes long, and only streams need it
+
+        from .streams import is_exact
+
+        if isinstance(loader.dataset, datasets.IterableDataset) and not is_exact(loader.dataset):
+            raise InputError(
+                "load_state would leave samples out: this dataloader is a stateful one (use_stateful_dataloader=True), and the "
+                "state of its stream lacks what is in the shuffle buffer. Prepare it without use_stateful_dataloader, and skip "
+                "what was read: accelerator.skip_first_batches(loader, batches)."
+            )
+
+
+def _loaders(accelerator: Accelerator) -> list[Any]:
+    """Its stateful dataloaders (torchdata) of streams. Accelerate saves the place of each within a pass, but not the pass: a loop
+    that loads it would go on as in the first one, and so read other samples.
+    """
+    return [
+        loader
+        for loader in accelerator._dataloaders
+        if getattr(loader, "use_stateful_dataloader", False) and isinstance(loader.dataset, IterableDataset)
+    ]

@@ -87,7 +87,7 @@ def test_a_state_that_does_not_say_its_pass_is_told(
 ) -> None:
     """As Accelerate alone saves it. The loop goes on as in the first pass, and nobody must take that for exact."""
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "note_passes", lambda accelerator: None)
+        patch.setattr(saving, "_note_passes", lambda accelerator: None)
         loop(tmp_path, rows, 6)
     assert "in which pass" not in caplog.text
     loop(tmp_path, rows, 6, resumes=True)
