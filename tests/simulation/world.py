@@ -354,8 +354,9 @@ class World:
             return
         on = [process for process in map(self.process_of, decision.members) if process is not None]
         for lost in filter(None, map(self.process_of, decision.lost)):
-            # what a fault has done may be noticed a time-out later
-            is_calm = all(self.network.now - each.disturbed_until > CALM_S for each in (lost, *on))
+            # what a fault has done may be noticed a time-out later, and decided by the next one that serves
+            calm_s = CALM_S + STILL_S * self.plan.storage
+            is_calm = all(self.network.now - each.disturbed_until > calm_s for each in (lost, *on))
             if is_calm and lost.takes_part and all(self.network.reaches(lost, each) for each in on):
                 raise Violation(f"{lost.me} is lost, and all of {decision.members} reach it")
 
