@@ -8,7 +8,8 @@ from .schedules import random_plan, run, shown, shrink
 from .world import Plan
 
 PLANS, PORTION = 3000, 500
-LANE_PLANS, STORAGE_PLANS = 200, 100
+LANE_PLANS = 200
+STORAGE_PLANS, MORE = 60, 300
 
 
 def check(plans: list[Plan]) -> None:
@@ -57,7 +58,7 @@ def test_whoever_holds_the_lease_decides_alone() -> None:
 
 @pytest.mark.slow
 def test_whoever_holds_the_lease_decides_alone_in_more_plans() -> None:
-    check([storage_plan(seed) for seed in range(STORAGE_PLANS, PORTION)])
+    check([storage_plan(seed) for seed in range(STORAGE_PLANS, MORE)])
 
 
 def test_a_seed_replays() -> None:
