@@ -181,7 +181,7 @@ def requests_a_second(serves: bool, request_s: float, is_near: bool) -> dict[str
         return {"read": 1 / (_LOOK_S + request_s)}
     gap_s = (_NEAR_S if is_near else _FAR_S) + request_s
     return {
-        "list": 1 / (gap_s + request_s * gap_s / _BEAT_S),
+        "list": 1 / gap_s,
         "write": 1 / (_BEAT_S + request_s),
         "read": 2 / _SURE_S,
     }

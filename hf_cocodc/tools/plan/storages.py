@@ -111,13 +111,12 @@ def requests_an_hour(
     sends = course.sends_per_s
     # what one end writes, another one reads and deletes, and this one writes as much as it reads
     objects = math.ceil(max(course.bytes_per_s / max(sends, 1e-9) / others / trips / PIECE, 1))
-    calls = 1 + regions * serves
+    calls = others if serves else 1  # whoever serves does not call itself through the storage
     said = calls / _BEAT_S + others * sends * (trips * objects + 1)
     looks = calls * looks_a_second(_BEAT_S, read_s, link.is_near)
     looks += _SOCKETS * others * looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
     looks += others * sends * (trips * objects - 1)
-    lives = others + serves
-    live_s = life_s(link.is_near) + link.write_s + lives * read_s
+    live_s = life_s(link.is_near) + link.write_s + others * read_s
     beside = requests_a_second(serves, read_s, link.is_near)
-    a_second = {"write": said + 1 / live_s, "list": 0.0, "read": looks + lives / live_s, "delete": said}
+    a_second = {"write": said + 1 / live_s, "list": 0.0, "read": looks + others / live_s, "delete": said}
     return Counter({kind: round(3600 * (count + beside.get(kind, 0.0))) for kind, count in a_second.items()})
