@@ -91,8 +91,8 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     if len({other.step for other in scores.values()}) > 1:
         steps = ", ".join(str(other.step) for other in scores.values())
         raise CheckpointError(
-            f"regions know of different best models so far (of steps {steps}; 0: of none, or load_best_model_at_end=False). Give "
-            "load_best_model_at_end the same value in every region, set it to False in all, or resume from an older checkpoint."
+            f"regions know of different best models so far (of steps {steps}; 0: of none). Set "
+            "load_best_model_at_end=False in every region, or resume from an older checkpoint."
         )
     holders = [region for region, other in scores.items() if other.is_good]
     if best is None or not holders:

@@ -74,7 +74,7 @@ def test_a_rank_of_one_launch_is_killed_and_all_come_back(tmp_path: Path) -> Non
     said, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1, (said, errors)
     assert errors.startswith("error: [region 0] was killed") and "SIGKILL" in errors
-    assert "coordinator of this run: 127.0.0.1:" in said and "[5/5] waiting to train" in said
+    assert "coordinator of this run: 127.0.0.1:" in said
     assert not psutil.wait_procs(list(ranks.values()), timeout=TIMEOUT_S)[1]
     stopped = max(usable(tmp_path / "out" / "region-1"))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunFinished, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
+from hf_cocodc.trainer.best import bring
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At, Dry, config, fail
 from tests.toys import VOCAB, llama, params_of
@@ -477,14 +479,11 @@ def test_a_metric_that_a_subclass_adds(tmp_path: Path) -> None:
         assert (trainer.state.best_global_step, trainer.state.best_metric) == (BEST, 4.0)
 
 
-@pytest.mark.slow
-def test_at_a_resume_too_all_regions_load_the_best_model_or_none(tmp_path: Path) -> None:
-    stop(tmp_path, BEST)
-
+def test_regions_that_know_of_different_best_models_are_refused(tmp_path: Path) -> None:
     def body(region: int, link: Link) -> None:
-        Run(tmp_path, link, load_best_model_at_end=not region).trainer.train(resume_from_checkpoint=True)
+        bring(link, Accelerator(cpu=True), None if region else tmp_path / "checkpoint-4", 1, may_copy=True)
 
-    with pytest.raises(CheckpointError, match=r"of steps 4, 0.*load_best_model_at_end the same value"):
+    with pytest.raises(CheckpointError, match=r"of steps 4, 0; 0: of none"):
         simulate(body, regions=2)
 
 
