@@ -57,9 +57,10 @@ def _new(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if options.file != "-" and path.exists():
         raise InputError(f"{shown(options.file)} exists already. Give another name, or remove it.")
-    import torch  # takes seconds to import
+    from ..training.starter import check_method, positions_of, starter
 
-    from ..training.starter import positions_of, starter
+    check_method(options.method)  # before the Hub is asked for the model
+    import torch  # takes seconds to import
 
     text = starter(
         options.model,

@@ -18,6 +18,12 @@ _TEMPLATE = Path(__file__).with_name("starter.yaml.j2")
 _BLOCK_SIZE = 1024
 
 
+def check_method(method: str) -> None:
+    """Raises InputError if this package does not know it."""
+    if method not in known():
+        raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(known()))}")
+
+
 def positions_of(model: str) -> int | None:
     """The longest sequence that a model was made for; None if its config does not say, or cannot be read here."""
     from transformers import AutoConfig
@@ -50,8 +56,6 @@ def starter(
     given = dict(locals())
     from jinja2 import Environment, StrictUndefined
 
-    if method not in known():
-        raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(known()))}")
     meanings = {key.name: key.meaning for key in keys()}
 
     def about(key: str, more: str = "") -> str:

@@ -40,8 +40,8 @@ COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
 # to the other region for payloads, for control messages and one that stays silent, and to the coordinator; of the process group
 # one to the other region and one to its store, to which region 0 has both ends of its own and one end of the other region's
 CONNECTIONS = {0: 4 + 4, 1: 4 + 2}
-# what to begin from, max_steps, when to save and evaluate; at the end, whether all hold the same model
-GATHERS = 4
+# what to begin from; max_steps and the length of an epoch; at the end, whether all hold the same model
+GATHERS = 3
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 

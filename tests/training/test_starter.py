@@ -95,6 +95,7 @@ def test_it_writes_over_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    GPT2Config().save_pretrained("m")  # the Hub would be asked for another one
     words = ["recipe", "new", "mine.yaml", "--model", "m", "--data", "d"]
     for wrong in (["--regions", "0"], ["--steps", "0"], ["--method", "dilloco"]):
         assert main([*words, *wrong]) == 2
