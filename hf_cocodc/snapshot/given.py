@@ -45,6 +45,7 @@ def send(
         with path.open("rb") as file:
             while chunk := file.read(most):
                 sha.update(chunk)
+                look()
                 throttle.wait(len(chunk))
                 connection.send_bytes(chunk, STALLED_S, look)
         sums[name] = sha.hexdigest()

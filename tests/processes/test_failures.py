@@ -126,7 +126,7 @@ def test_a_run_survives_a_killed_region_by_default(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_finishes_without_a_killed_region(tmp_path: Path) -> None:
     """Exit code 0, and the summary says who was missing."""
-    run = start(tmp_path, "--set", "training.max_steps=1500")
+    run = start(tmp_path, "--set", "training.max_steps=600")
     wait_for_step(run, tmp_path)
     training_processes(run.pid)[1].kill()
     said, errors = run.communicate(timeout=TIMEOUT_S)

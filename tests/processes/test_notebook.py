@@ -84,7 +84,7 @@ def test_two_notebooks_end_with_one_model(notebooks: Notebooks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebooks", [400], indirect=True)
+@pytest.mark.parametrize("notebooks", [300], indirect=True)
 def test_a_lost_notebook_comes_back_on_an_empty_machine(notebooks: Notebooks) -> None:
     """All its cells again, as after a disconnected Colab; the other one has trained on."""
     stays, lost = notebooks.start(0, "0"), notebooks.start(1, "lost")

@@ -14,7 +14,7 @@ from hf_cocodc.coordinator.state import StateInStorage
 from .leases import Leases, forks
 from .stores import Faults
 
-SEEDS, MORE, FEW = 60, 300, 5
+SEEDS, MORE, FEW = 60, 160, 5
 """`FEW`: decisions that a coordinator can make within the seconds after which it looks whether it still is the one."""
 KEEPS = Faults(fails=0.05, torn=0.02, old=0.05, lists=0.3, late=0.1)
 """What a storage may do that keeps its promise: it creates an object only if there is none of its name."""

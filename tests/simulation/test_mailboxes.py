@@ -14,7 +14,7 @@ from hf_cocodc.net.mailbox import Mailbox, _Way
 from .mailboxes import Talks
 from .stores import Faults
 
-SEEDS, MORE = 20, 120
+SEEDS, MORE = 20, 70
 KEEPS = Faults(fails=0.05, torn=0.03, old=0.05, late=0.1)
 WORLDS = {
     "keeps what it promises": KEEPS,

@@ -6,7 +6,7 @@ from .orders import Action, Search, after, first_state
 
 DEPTH = 5
 """Actions, all orders of them, after all members have made their first call. Every fifth state then goes on to its end."""
-SLOW_DEPTH = 7
+SLOW_DEPTH = 6
 
 PAIRS: list[tuple[Action, Action]] = [
     (("kill", 0), ("kill", 1)),

@@ -7,7 +7,7 @@ import pytest
 from .schedules import random_plan, run, shown, shrink
 from .world import Plan
 
-PLANS, PORTION = 3000, 500
+PLANS, PORTION = 1500, 500
 LANE_PLANS = 200
 STORAGE_PLANS, MORE = 60, 300
 

@@ -101,9 +101,9 @@ ONCE, ALWAYS = "outer gradient x 1e6, once", "learning rate x 1000, always"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", ["spike x 20", "decay to 0", "adapters"])
+@pytest.mark.parametrize("kind", ["spike x 20", "adapters"])
 def test_never_fires(kind: str) -> None:
-    """Two and three regions, spike and decay, the whole model and adapters; nor does it come near."""
+    """Two and three regions, a spike, the whole model and adapters; nor does it come near."""
     count, changes = HEALTHY[kind]
     found = run("cocodc", count, 1, **changes)
     assert found.alarms == 0
