@@ -369,7 +369,7 @@ def test_a_newcomer_whose_donor_dies_or_falls_silent_as_it_comes_in_begins_anew(
     assert torch.equal(first["weights"], second["weights"])
     epochs = [event["members"] for event in events(tmp_path, 1, "epoch")]
     assert epochs[-1] == ([1, 2] if dies else [0, 1, 2])
-    assert "sends its log no more" in run.log(2).read_text()
+    assert "It begins once more with another base." in run.log(2).read_text()
     [came] = events(tmp_path, 2, "join")
     assert came["donor"] == 1
 
