@@ -6,13 +6,14 @@ Importing this module imports neither torch nor datasets. Each function imports 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from ..coordinator.hello import ORDER
-from ..errors import InputError
+from ..errors import InputError, spare_traceback
 from ..settings import RegionConfig
 from ..settings.environment import (
     ENV_COORDINATOR,
@@ -126,24 +127,18 @@ def num_shards(count: int, most: int | None) -> int:
 
 def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[int, int]:
     """Take missing arguments from the environment, and check both."""
-    coordinator = os.environ.get(ENV_COORDINATOR)
-    if isinstance(region, RegionConfig):
+    if isinstance(region, RegionConfig) or (region is None and num_regions is None):
         if num_regions is not None:
             raise InputError(
                 f"num_regions={num_regions} beside a RegionConfig: it has the number of regions. Remove num_regions."
             )
-        config, coordinator = region, region.coordinator or coordinator
-        region = from_env(config.region, os.environ, ENV_REGION, "regions.region")
-        num_regions = from_env(config.count, os.environ, ENV_REGIONS, "regions.count")
-        if num_regions is not None:
-            num_regions = num_shards(num_regions, config.max)
+        try:
+            return _told(region or RegionConfig())
+        except InputError as error:
+            spare_traceback(error)  # no line of a script is to blame
+            raise
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
-    if place is None and count is None:
-        check_split(os.environ)
-        check_alone(None, coordinator)
-        warn_alone()
-        return 0, 1
     with contextlib.suppress(TypeError, ValueError):
         if place is None and int(count) == 1:  # type: ignore[arg-type]  # one may be None, which int() refuses
             place = 0
@@ -154,3 +149,20 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
         f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither. If regions may join, pass the "
         "RegionConfig, which has regions.max: region_shard(dataset, regions)."
     )
+
+
+def _told(config: RegionConfig) -> tuple[int, int]:
+    """This region, and the number of parts, as its settings and the environment say."""
+    env = os.environ
+    region = from_env(config.region, env, ENV_REGION, "regions.region")
+    count = from_env(config.count, env, ENV_REGIONS, "regions.count")
+    if count is None:
+        check_split(env)
+        check_alone(region, config.coordinator or env.get(ENV_COORDINATOR))
+        warn_alone()
+        return 0, 1
+    # each region that may ever join has a part, whether this process joins now or not
+    joins = config.joins(env) or (region is not None and config.max is not None)
+    config = dataclasses.replace(config, region=region, count=count, join=joins).numbered()
+    assert config.region is not None
+    return config.region, num_shards(count, config.max)

@@ -388,7 +388,14 @@ class RegionConfig(Settings):
             )
         else:
             filled = dataclasses.replace(filled, join=None)
-        return filled._placed()
+        filled = filled.numbered()
+        most = filled.max or count
+        if most > 1 and coordinator is None:
+            raise InputError(
+                f"{most} regions need a coordinator to find each other. Start one with `hf-cocodc coordinator` on a "
+                f"machine that all regions can reach, and set {ENV_COORDINATOR}=HOST:PORT (regions.coordinator, --coordinator)."
+            )
+        return filled
 
     def settled(self, why_fixed: str) -> "RegionConfig":
         """A copy of `resolved` settings in which `on_loss` is no longer auto.
@@ -411,11 +418,10 @@ class RegionConfig(Settings):
         nothing: dict[str, Any] = dict.fromkeys(OF_ELASTIC_RUNS)
         return dataclasses.replace(self, on_loss="stop", **nothing)
 
-    def _placed(self) -> "RegionConfig":
-        """A copy with this region's number. Raises InputError if it cannot exist, or there is no coordinator."""
+    def numbered(self) -> "RegionConfig":
+        """A copy, of settings with a count, with this region's number. Raises InputError if there is no such region."""
         assert self.count is not None
-        most = self.max or self.count
-        placed = self
+        numbered = self
         if self.region is None:
             if self.join:
                 raise InputError(
@@ -427,16 +433,11 @@ class RegionConfig(Settings):
                     f"regions.count={self.count} but this process does not know which region it is. Set {ENV_REGION} to "
                     f"0 .. {self.count - 1} (hf-cocodc train and launch set it for you)."
                 )
-            placed = dataclasses.replace(self, region=0)
-        assert placed.region is not None
-        if placed.region >= (most if self.join else self.count):
-            raise InputError(f"region {placed.region} of {self.count}: {self._numbers()}")
-        if most > 1 and self.coordinator is None:
-            raise InputError(
-                f"{most} regions need a coordinator to find each other. Start one with `hf-cocodc coordinator` on a "
-                f"machine that all regions can reach, and set {ENV_COORDINATOR}=HOST:PORT (regions.coordinator, --coordinator)."
-            )
-        return placed
+            numbered = dataclasses.replace(self, region=0)
+        assert numbered.region is not None
+        if numbered.region >= (self.max or self.count if self.join else self.count):
+            raise InputError(f"region {numbered.region} of {self.count}: {self._numbers()}")
+        return numbered
 
     def _numbers(self) -> str:
         """Which numbers regions have, and the way out for one that has another."""

@@ -502,11 +502,23 @@ def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
         RegionConfig(port=port)
 
 
-def test_a_script_whose_environment_is_incomplete_ends_with_one_sentence() -> None:
+@pytest.mark.parametrize("line", ["RegionConfig().resolved()", "region_shard([1, 2, 3])"])
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("HF_COCODC_REGION", "which region this is (1) is given, but not how many regions there are"),
+        ("HF_COCODC_REGIONS", "regions.count=2 but this process does not know which region it is"),
+    ],
+)
+def test_a_script_whose_environment_is_incomplete_ends_with_one_sentence(
+    line: str, told: str, message: str
+) -> None:
     """No line of it is to blame: no traceback, and the exit code of the error."""
-    code = "import hf_cocodc\nhf_cocodc.RegionConfig().resolved()"
-    env = {**{k: v for k, v in os.environ.items() if not k.startswith("HF_COCODC")}, "HF_COCODC_REGION": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_COCODC")}
+    env[told] = "1" if told == "HF_COCODC_REGION" else "2"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import hf_cocodc\nhf_cocodc.{line}"], env=env, capture_output=True, text=True
+    )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("which region this is (1) is given, but not how many regions there are")
+    assert ended.stderr.startswith(message)
     assert ended.stderr.count("\n") == 1

@@ -367,6 +367,10 @@ def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_COCODC_REGIONS", "3")
     assert list(shards.region_shard(range(7), RegionConfig())) == [1, 4]
     assert list(shards.region_shard(range(7), RegionConfig(on_loss="continue", max=5))) == [1, 6]
+    monkeypatch.setenv("HF_COCODC_REGION", "east")
+    with pytest.raises(InputError, match="HF_COCODC_REGION='east' must be a whole number"):
+        shards.region_shard(range(7))
+    monkeypatch.setenv("HF_COCODC_REGION", "1")
     with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS='3'"):
         shards.region_shard(range(7), RegionConfig(region=1, count=2))
 
@@ -378,7 +382,9 @@ def test_regions_that_may_join_have_a_part_each() -> None:
         for region in range(4)
     ]
     assert parts == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
-    with pytest.raises(InputError, match=r"region=4 of num_regions=4 does not exist.*regions\.max"):
+    with pytest.raises(
+        InputError, match=r"region 4 of 2: regions that join are numbered 0 \.\. 3.*regions\.max"
+    ):
         shards.region_shard(range(10), RegionConfig(region=4, count=2, min=1, max=4))
 
 
@@ -390,8 +396,7 @@ def test_regions_that_may_join_have_a_part_each() -> None:
         (0, 0, {}),
         (0, None, {}),
         (None, 2, {}),
-        (None, None, {"HF_COCODC_REGIONS": "2"}),
-        (None, None, {"HF_COCODC_REGION": "east", "HF_COCODC_REGIONS": "2"}),
+        (None, 2, {"HF_COCODC_REGION": "east"}),
     ],
 )
 def test_region_that_is_none(
