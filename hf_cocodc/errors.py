@@ -32,7 +32,15 @@ from typing import Any
 
 _MOST_LISTED = 800
 """Characters of known names that a message lists; of more it gives only the number."""
-_VALUES = reprlib.Repr()
+
+
+class _Values(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write out a number of more than 4300 digits."""
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else "<a number of thousands of digits>"
+
+
+_VALUES = _Values()
 _VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 3, 80, 80, 40
 
 

@@ -9,9 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
 from ..parts.blocks import find_blocks
+from ..settings.fields import Limit, at_least, converted
 
 BETAS = (0.9, 0.99)
 """Of AdamW beside Muon, as MuLoCo's authors have them."""
+_SHARE = Limit(lambda share: 0 <= share < 1, "must lie in [0, 1)")
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -115,8 +117,14 @@ def muon(
         betas, eps: of AdamW.
 
     Raises:
-        InputError: no block of the model has a trainable matrix.
+        InputError: a setting that cannot be, or no block of the model has a trainable matrix.
     """
+    given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+    for name, value in given.items():
+        limit = _SHARE if name == "momentum" else at_least(0)
+        limit.check(f"muon: {name}", converted(value, float, f"muon: {name}"))
+    converted(nesterov, bool, "muon: nesterov")
+    converted(betas, tuple[float, float], "muon: betas")
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     blocks = tuple(f"{name}." for block in find_blocks(model) for name in block)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}

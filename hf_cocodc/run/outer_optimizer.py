@@ -30,6 +30,7 @@ from ..link.records import Ending
 from ..parts.tensors.memory import is_capturing
 from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
+from ..settings.fields import converted
 from ..settings.given import settings_of
 from ..snapshot.checkpoint import Saved
 from .about import About, of_loop
@@ -129,6 +130,13 @@ class OuterOptimizer:
     ) -> None:
         self._plain: PlainLoop | None = None
         config, regions = settings_of("OuterOptimizer", config, regions)
+        for name, value, kind in (
+            ("accelerator", accelerator, Accelerator),
+            ("model", model, nn.Module),
+            ("link", link, Link | None),
+        ):
+            converted(value, kind, f"OuterOptimizer: {name}")
+        stage = converted(stage, tuple[int, int] | None, "OuterOptimizer: stage")
         max_steps = length_of(max_steps)
         method = from_config(config)  # a mistake in the settings comes before everything else
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -5,7 +5,6 @@ Importing this module imports neither torch nor datasets. Each function imports 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
@@ -24,6 +23,7 @@ from ..settings.environment import (
     from_env,
     warn_alone,
 )
+from ..settings.fields import converted
 
 
 def region_shard(
@@ -79,7 +79,9 @@ def region_shard(
         _note(f"a stream {digest(generators_of(dataset))}")
         divide = part_of if isinstance(dataset, datasets.IterableDataset) else RegionStride
         return divide(dataset, region, num_regions)
-    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, Mapping | str | bytes) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         raise InputError(f"{type(dataset).__name__} is not a dataset. Pass one split, map-style or iterable.")
     if len(dataset) < num_regions:
         counts = f"{len(dataset)} samples for {num_regions} regions"
@@ -137,13 +139,16 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
         except InputError as error:
             spare_traceback(error)  # no line of a script is to blame
             raise
-    place = os.environ.get(ENV_REGION) if region is None else region
-    count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
-    with contextlib.suppress(TypeError, ValueError):
-        if place is None and int(count) == 1:  # type: ignore[arg-type]  # one may be None, which int() refuses
-            place = 0
-        if 0 <= int(place) < int(count):  # type: ignore[arg-type]
-            return int(place), int(count)  # type: ignore[arg-type]
+    place: int | None = converted(region, int | None, "region_shard: region")
+    count: int | None = converted(num_regions, int | None, "region_shard: num_regions")
+    if place is None:
+        place = from_env(None, os.environ, ENV_REGION, "region")
+    if count is None:
+        count = from_env(None, os.environ, ENV_REGIONS, "num_regions")
+    if place is None and count == 1:
+        place = 0
+    if place is not None and count is not None and 0 <= place < count:
+        return place, count
     raise InputError(
         f"region={place} of num_regions={count} does not exist: regions are 0 .. num_regions - 1. Correct "
         f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither. If regions may join, pass the "

@@ -21,6 +21,7 @@ from ..errors import CocodcError, InputError, LinkError, reason, shown
 from ..net.addresses import is_loopback, named, own_address, resolve
 from ..settings import RegionConfig
 from ..settings.environment import ENV_COORDINATOR, ENV_LAUNCH, ENV_REGION, ENV_REGIONS, ENV_SPLIT, MACHINES
+from ..settings.fields import converted
 from ..status import ENV_STATUS, say, speak_for, tell
 from .gpus import VISIBLE, shares, sharing, visible
 
@@ -48,6 +49,7 @@ def split_world(num_regions: int) -> int:
             late.
         LinkError: another process of the launch does not take part.
     """
+    num_regions = converted(num_regions, int, "split_world: num_regions")
     said, env = f"split_world({num_regions})", os.environ
     if num_regions < 1:
         raise InputError(f"{said}: the number of regions must be at least 1.")

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,13 +10,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import InputError, shown
+from ..errors import InputError
 from ..link.group import RegionGroup
 from ..parts.codecs import has_radial, has_rank
 from ..parts.tensors.flat import local_shard, offloaded
 from ..parts.tensors.memory import HOST, Home
 from ..resolve import from_config
 from ..settings import OuterConfig
+from ..settings.fields import at_least, converted
 from ..settings.outer import AUTO
 
 
@@ -169,14 +169,10 @@ def _length_in_words(max_steps: int | None, num_batches: int | None) -> str:
 
 def length_of(max_steps: Any) -> int | None:
     """`max_steps` as a number, or None. Raises InputError if it is no whole number from 1."""
-    if max_steps is None:
-        return None
-    if isinstance(max_steps, bool) or not isinstance(max_steps, Integral) or max_steps < 1:
-        raise InputError(
-            f"max_steps={shown(max_steps)} must be a whole number of inner steps, 1 or more; leave it out if the length of the "
-            "run is not known."
-        )
-    return int(max_steps)
+    most: int | None = converted(max_steps, int | None, "max_steps")
+    if most is not None:
+        at_least(1).check("max_steps", most)
+    return most
 
 
 _TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

@@ -236,6 +236,8 @@ def converted(value: Any, hint: Any, name: str) -> Any:
         return value if isinstance(value, hint) else build(hint, value, name)  # type: ignore[arg-type]
     if getattr(value, "shape", None) == ():
         value = value.item()
+    if isinstance(value, str):
+        value = _text(value, name)
     kinds = get_args(hint)
     if isinstance(value, str) and str in kinds and {int, float} & {*kinds}:
         with contextlib.suppress(ValueError):
@@ -251,6 +253,14 @@ def converted(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+def _text(value: str, name: str) -> str:
+    """A text without its class, for example that of an enumeration. Raises InputError if it is none in UTF-8."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if b"\0" not in value.encode():
+            return str.__str__(value)
+    raise InputError(f"{name}={shown(value)} must be text in UTF-8, without zero bytes. Correct it.")
+
+
 def _in_words(error: str, value: Any, name: str) -> str:
     """An error of msgspec in our words."""
     match = _MISFIT.fullmatch(error)
@@ -264,7 +274,7 @@ def _in_words(error: str, value: Any, name: str) -> str:
     for number in re.findall(r"\[(\d+|\.\.\.)\]", place or ""):
         if number == "...":  # msgspec does not say at which key
             return f"{name}={shown(value)}: each value in it must be {wanted}."
-        value, name = value[int(number)], f"{name}[{number}]"
+        value, name = [*value][int(number)], f"{name}[{number}]"
     return f"{name}={shown(value)} must be {wanted}, not {type(value).__name__}."
 
 

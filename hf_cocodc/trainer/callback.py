@@ -30,6 +30,7 @@ from ..run.shards import facts_of_shards, note_order
 from ..run.streams import RegionStride
 from ..run.supported import refuse_uneven, refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
+from ..settings.fields import converted
 from ..settings.given import settings_of
 from ..settings.recipe import Recipe, facts_of_data
 from ..snapshot.checkpoint import Saved, read_own
@@ -113,6 +114,8 @@ class CoCoDCCallback(TrainerCallback):
     ) -> None:
         self.config, self.regions = settings_of("CoCoDCCallback", config, regions, changes)
         wrap_class(CoCoDCCallback)  # again, if another package has put its own method there meanwhile
+        link = converted(link, Link | None, "CoCoDCCallback: link")
+        facts = converted(facts, dict[str, Any] | None, "CoCoDCCallback: facts")
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
         if link is not None:
             self.region, self.num_regions = link.region, link.num_regions

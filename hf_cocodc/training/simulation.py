@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
+from ..settings.fields import converted
 from ..settings.recipe import Recipe
 from .building import output_dir
 from .precheck import load
@@ -49,6 +50,8 @@ def simulate(
     """
     if isinstance(what, (str, os.PathLike)):
         what = load(what, overrides)
+    regions = converted(regions, int | None, "simulate: regions")
+    link = converted(link, VirtualLink | None, "simulate: link")
     if regions is not None and regions < 1:
         raise InputError(f"simulate(..., regions={regions}): the number of regions must be at least 1.")
     if isinstance(what, Recipe):

@@ -128,7 +128,7 @@ def test_a_step_after_max_steps_is_refused() -> None:
 
 @pytest.mark.parametrize("max_steps", [0, -1, 2.5, "8", True])
 def test_a_length_that_is_none_is_refused(max_steps: Any) -> None:
-    with pytest.raises(InputError, match=r"max_steps=.* must be a whole number of inner steps, 1 or more"):
+    with pytest.raises(InputError, match=r"max_steps=.* must be (a whole number|at least 1)"):
         documented(loopback(), 9, nothing, nothing, max_steps=max_steps)
 
 

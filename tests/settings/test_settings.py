@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import json
+import math
 import pydoc
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hf_cocodc import CoCoDCCallback, OuterOptimizer, script_parser
+from hf_cocodc import (
+    CoCoDCCallback,
+    OuterOptimizer,
+    muon,
+    region_shard,
+    script_parser,
+    simulate,
+    split_world,
+)
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
@@ -30,6 +42,7 @@ EXPERT = {
     *("nonfinite_rounds", "guard"),
 }
 BOTH = (OuterConfig, RegionConfig)
+LINEAR = nn.Linear(2, 2)
 
 
 def test_the_names_of_methods_are_those_of_the_methods() -> None:
@@ -174,6 +187,9 @@ def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) ->
         (RegionConfig, {"region": 1024}, "regions.region=1024 must lie in 0 .. 1023"),
         (OuterConfig, {"rank": 10**30}, " must fit into 64 bits"),
         (RegionConfig, {"announce": ["a", 5]}, "regions.announce[1]=5 must be text, not int"),
+        (RegionConfig, {"announce": {5}}, "regions.announce[0]=5 must be text, not int"),
+        (OuterConfig, {"rank": "\ud800"}, "outer.rank='\\ud800' must be text in UTF-8"),
+        (RegionConfig, {"run": "a\0b"}, "regions.run='a\\x00b' must be text in UTF-8"),
     ],
     ids=str,
 )
@@ -182,6 +198,44 @@ def test_a_value_of_another_type_is_refused(kind: Any, given: dict[str, Any], me
     with pytest.raises(InputError) as caught:
         kind(**given)
     assert message in str(caught.value)
+
+
+class Known(str, enum.Enum):
+    """As some libraries name what a setting may be."""
+
+    METHOD = "streaming"
+
+
+def test_a_word_of_an_enumeration_is_text() -> None:
+    """It has the class of its enumeration, and other libraries write that."""
+    assert type(OuterConfig(method=Known.METHOD).method) is str
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: OuterConfig(rank=10**5000), "outer.rank=<a number of thousands of digits> must fit"),
+        (lambda: region_shard([1, 2, 3], 0.5, 2), "region_shard: region=0.5 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: region_shard([1, 2, 3], 0, True), "region_shard: num_regions=True must be a whole number"),
+        (lambda: region_shard([1, 2, 3], 0, math.inf), "num_regions=inf must be a whole number"),  # type: ignore[arg-type]
+        (lambda: region_shard("wikitext", 0, 2), "str is not a dataset"),
+        (lambda: split_world("2"), "split_world: num_regions='2' must be a whole number"),  # type: ignore[arg-type]
+        (lambda: simulate(print, 2.5), "simulate: regions=2.5 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: CoCoDCCallback(link=5), "CoCoDCCallback: link=5 must be Link, not int"),  # type: ignore[arg-type]
+        (lambda: CoCoDCCallback(facts=5), "CoCoDCCallback: facts=5 must be "),  # type: ignore[arg-type]
+        (lambda: OuterOptimizer(LINEAR, None, None, "diloco"), "accelerator=Linear.* must be Accelerator"),  # type: ignore[arg-type]
+        (lambda: muon(LINEAR, lr="1e-3"), "muon: lr='1e-3' must be a number"),  # type: ignore[arg-type]
+        (lambda: muon(LINEAR, lr=-1), "muon: lr=-1.0 must be at least 0"),
+        (lambda: muon(LINEAR, lr=0.1, momentum=1), r"muon: momentum=1.0 must lie in \[0, 1\)"),
+        (lambda: muon(LINEAR, lr=0.1, nesterov="no"), "muon: nesterov='no' must be true or false"),  # type: ignore[arg-type]
+        (lambda: muon(LINEAR, lr=0.1, betas=0.9), "muon: betas=0.9 must be "),  # type: ignore[arg-type]
+    ],
+    ids=lambda each: each if isinstance(each, str) else "call",
+)
+def test_functions_check_what_they_are_given(call: Callable[[], object], message: str) -> None:
+    """As constructors do: half a region would get the data of another one."""
+    with pytest.raises(InputError, match=message):
+        call()
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
