@@ -273,6 +273,4 @@ def free_number(part: MachinePart, address: str) -> int:
 def loss_in_words(lost: Any) -> str:
     """How a region ended that the others go on without."""
     error = lost.error()
-    return (
-        error[0] if error is not None else f"killed, or ended without an error message; see {lost.log.name}"
-    )
+    return error[0] if error is not None else f"{lost.end_in_words}; see {lost.log.name}"

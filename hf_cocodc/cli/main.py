@@ -161,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _give_up(stream)
         return 1
     except Interrupted as interrupted:
+        with contextlib.suppress(OSError):
+            print("interrupted", file=sys.stderr)
         return interrupted.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

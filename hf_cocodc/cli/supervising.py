@@ -27,7 +27,7 @@ from ..settings.environment import (
 )
 from ..status import phase_in_words
 from ..training import launch
-from ..training.forks import SIGNALS, load_ahead
+from ..training.forks import SIGNALS, load_ahead, wait_until_loaded
 from .checks import add_coordinator, add_secret
 from .display import Display
 from .ending import report
@@ -117,6 +117,8 @@ class Order:
 
 def carry_out(order: Order) -> int:
     """Start the regions that an order names, show their progress, and report; returns the exit code of the command."""
+    if order.dry_run is None:
+        _on_signals(_interrupt)
     part, program = order.part, order.program
     address, region, join, split = part.regions.coordinator, part.region, part.join, part.split
     if join:
@@ -214,6 +216,8 @@ def _train(
     """Start regions, or this machine's part of one, show their progress, and report. The folder of a lost region is given away,
     because another command may bring it back.
     """
+    if order.program.may_be_forked and any(each.is_rank for each in planned):
+        wait_until_loaded()
     early: list[int] = []
     # a signal must not interrupt the start: a process that has just started would be lost
     _on_signals(lambda number, frame: early.append(number))
@@ -259,9 +263,10 @@ def _train(
         if all(each.has_left for each in processes):
             report([each.home for each in processes], order.program.folder)
             return 0
-        print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
+        when = f"at step {display.step}" if is_in else "before training"
+        print(f"interrupted {when}; all regions have ended.", file=sys.stderr)
         if machine == 0:
-            print(saved(processes, order.is_script), file=sys.stderr)
+            print(saved(processes, order.part.count, order.is_script), file=sys.stderr)
         return interrupted.exit_code
     display.close()
     is_elastic = launch.rules_of(processes).elastic
@@ -278,7 +283,7 @@ def _train(
     if all(each.too_late for each in processes):
         return 0
     if any(each.has_stopped for each in processes):  # its script has caught it
-        print(saved(processes, order.is_script))
+        print(saved(processes, order.part.count, order.is_script))
         return RunStopped.exit_code
     if order.is_script and not any(each.has_trained for each in processes):
         raise InputError(
@@ -317,6 +322,8 @@ def in_words(rules: RegionConfig, regions: Sequence[int], join: bool, is_in: boo
     """What an interrupt makes the regions of this command do, and the others; `is_in`: they have begun to train."""
     if join and not is_in:
         return f"stopping: region {regions[0]} is not in the run yet. The others train on."
+    if not is_in:
+        return "stopping: no region of this command trains yet. Each ends."
     if rules.leaves_alone:
         they = "the regions of this command send what they have trained, and end"
         does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they
@@ -340,23 +347,32 @@ def _stop(processes: Sequence[launch.RegionProcess], display: Display) -> None:
     display.close()
 
 
-def saved(processes: Sequence[launch.RegionProcess], is_script: bool = False) -> str:
-    """Say which checkpoint an interrupted run has left. Where regions come and go, those count that have stopped. What stands
-    behind a script is the script's own.
+def saved(processes: Sequence[launch.RegionProcess], count: int, is_script: bool = False) -> str:
+    """Say which checkpoint the regions of this command have, in a run that began with `count`. Where regions come and go, those
+    count that have stopped. What stands behind a script is the script's own.
     """
     from ..snapshot.folders import usable
 
     folder = processes[0].home.parent
-    stopped = (
-        [each.home for each in processes if each.has_stopped] if launch.rules_of(processes).elastic else []
-    )
-    complete = [set(usable(region)) for region in stopped or folder.glob("region-*")]
-    common = set.intersection(*complete) if complete else set()
+    is_elastic = launch.rules_of(processes).elastic
+    known = [each for each in processes if each.has_stopped and is_elastic] or processes
+    newest = max((each.told for each in processes), key=lambda told: told.get("epoch", -1))
+    ours = {each.region for each in known}
+    others = set(newest.get("members", range(count))) - ours
+    where = "every region" if len(known) == len(processes) else "every region that was left"
+    if others:
+        where = f"region {min(ours)}" if len(ours) == 1 else f"regions {', '.join(map(str, sorted(ours)))}"
+    common = set.intersection(*(set(usable(each.home)) for each in known))
     if not common:
-        return f"no checkpoint is complete in every region; the journals and logs are in {folder}"
-    where = "every region that was left" if stopped else "every region"
+        return f"no checkpoint is complete in {where}; the journals and logs are in {folder}"
     place = ", before the script" if is_script else ""
-    return f"checkpoint-{max(common)} is complete in {where} under {folder}; to continue, add --resume to the same command{place}"
+    again = f"to continue, add --resume to the same command{place}"
+    if others:
+        again = (
+            f"the commands of the others know theirs. To continue, add --resume to each command{place}: all go on from the "
+            "newest checkpoint that all have"
+        )
+    return f"checkpoint-{max(common)} is complete in {where} under {folder}; {again}"
 
 
 def report_failure(
@@ -374,11 +390,10 @@ def report_failure(
         if error is not None:
             regions_by_error.setdefault(error[0], []).append(each.region)
             exit_code = error[1] if each is first else exit_code
+            if exit_code == RunStopped.exit_code and not first.has_stopped:
+                exit_code = 1  # a script has ended itself with our number
         elif each is first:
-            print(
-                f"error: [region {each.region}] was killed or ended without an error message; its last lines:",
-                file=sys.stderr,
-            )
+            print(f"error: [region {each.region}] was {each.end_in_words}; its last lines:", file=sys.stderr)
         if each is first and (error is None or first.told.get("is_mute")):
             for line in each.last_lines(6):
                 print(f"[region {each.region}] {line}", file=sys.stderr)

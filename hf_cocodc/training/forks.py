@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 from ..errors import CocodcError
@@ -36,9 +37,27 @@ def load_ahead() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with _silent():
+            resource_tracker.ensure_running()  # it lets two of the signals through again
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait_until_loaded() -> None:
+    """Wait until the server can fork regions. A signal may interrupt this, as it must not interrupt the start of a region."""
+    load_ahead()
+    _start(multiprocessing.get_context("forkserver").Process(target=int))
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        with _without_main():
+            process.start()
+    except (EOFError, OSError) as error:
+        raise CocodcError(
+            "the process that loads the libraries for all regions here was killed. Has this machine too little memory?"
+        ) from error
 
 
 class Fork:
@@ -50,13 +69,7 @@ class Fork:
         load_ahead()
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(target=_live, args=(env, log, arguments))
-        try:
-            with _without_main():
-                self._process.start()
-        except (EOFError, OSError) as error:
-            raise CocodcError(
-                "the process that loads the libraries for all regions here was killed. Has this machine too little memory?"
-            ) from error
+        _start(self._process)
         assert self._process.pid is not None
         self.pid = self._process.pid
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import psutil
 
-from ..errors import InputError, RunStopped
+from ..errors import InputError
 from ..run.gpus import VISIBLE, shares, sharing, visible
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
@@ -114,9 +114,17 @@ class RegionProcess:
         return (told["error"], told["exit_code"]) if "error" in told else None
 
     @property
+    def end_in_words(self) -> str:
+        """How it ended, if it told of no error."""
+        code = self.process.returncode
+        if code in _ASKED:
+            return f"interrupted ({signal.Signals(-code).name})"
+        return "killed, or ended without an error message"
+
+    @property
     def has_stopped(self) -> bool:
         """Whether it has stopped with a checkpoint. Exit codes do not tell: launchers and scripts have their own."""
-        return self.told.get("has_stopped", False) or (self.error() or ("", 0))[1] == RunStopped.exit_code
+        return self.told.get("has_stopped", False)
 
     @property
     def has_left(self) -> bool:

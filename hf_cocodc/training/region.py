@@ -53,13 +53,16 @@ def live(train: Callable[[], object], is_script: bool = False) -> int:
         sys.stderr.write(f"{late}\n")
         return late.exit_code
     except CocodcError as error:
+        if isinstance(error, RunStopped):
+            tell(has_stopped=True)
         if is_script and not isinstance(error, RunStopped):
             traceback.print_exc()
             return _report(str(error), error.exit_code, said=True)
         return _report(str(error), error.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        return 128 + signal.SIGINT
+        if is_script:
+            traceback.print_exc()
+        return _report("it was interrupted (KeyboardInterrupt)", 128 + signal.SIGINT, said=is_script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not code:

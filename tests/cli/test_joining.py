@@ -149,6 +149,7 @@ def a_region(region: int, error: tuple[str, int] | None) -> Any:
         last_lines=lambda count: ["the end"],
         log=log,
         told={},
+        end_in_words="killed, or ended without an error message",
         has_stopped=has_stopped,
     )
 
@@ -327,7 +328,13 @@ def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
         (RegionConfig(), "no checkpoint is complete in every region"),
     ):
         ended: Any = [
-            SimpleNamespace(home=tmp_path / f"region-{region}", has_stopped=has_stopped, rules=rules)
+            SimpleNamespace(
+                region=region,
+                home=tmp_path / f"region-{region}",
+                has_stopped=has_stopped,
+                rules=rules,
+                told={"members": [1, 2]} if rules.elastic else {},
+            )
             for region, has_stopped in ((0, False), (1, True), (2, True))
         ]
-        assert supervising.saved(ended).startswith(said)
+        assert supervising.saved(ended, 3).startswith(said)

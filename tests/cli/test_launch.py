@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from hf_cocodc.cli import ending, supervising
 from hf_cocodc.cli.main import main
+from hf_cocodc.errors import RunStopped
 from hf_cocodc.run.connect import show_differences
 from hf_cocodc.status import ENV_STATUS, heard
 from hf_cocodc.training import launch
@@ -116,6 +118,57 @@ def test_how_a_script_ends_itself_is_said_once(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "told_code", "code", "said"),
+    [
+        (SystemExit(3), 3, 1, "its script has ended with exit code 3"),
+        (SystemExit(5), 5, 5, "its script has ended with exit code 5"),
+        (KeyboardInterrupt(), 130, 130, "it was interrupted (KeyboardInterrupt)"),
+        (RunStopped("all regions stopped at step 7"), 3, 3, "all regions stopped at step 7"),
+    ],
+)
+def test_the_exit_code_says_what_has_ended_a_script(
+    error: BaseException,
+    told_code: int,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """3 only if all regions have stopped, whatever number a script of a user's own ends with."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+
+    def script() -> None:
+        raise error
+
+    assert live(script, is_script=True) == told_code
+    process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({told_code})"])
+    process.wait()
+    with (tmp_path / "log.txt").open("ab") as log:
+        pass
+    region = launch.RegionProcess(0, tmp_path, process, log, 0, tmp_path / "status.json")
+    assert region.has_stopped == isinstance(error, RunStopped)
+    capsys.readouterr()
+    assert supervising.report_failure([region], [region], elastic=True) == code
+    assert f"error: [region 0] {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_region_that_a_signal_has_ended(
+    sent: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it trains it tells of nothing. Only what nobody can catch may be for want of memory."""
+    process = subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(sent)})"])
+    process.wait()
+    with (tmp_path / "log.txt").open("ab") as log:
+        pass
+    region = launch.RegionProcess(0, tmp_path, process, log, 0, tmp_path / "status.json")
+    assert supervising.report_failure([region], [region], elastic=True) == 1
+    how = "interrupted (SIGTERM)" if sent == signal.SIGTERM else "killed, or ended without an error message"
+    assert f"error: [region 0] was {how}; its last lines:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_script", [True, False])
 def test_resume_stands_before_a_script(
     is_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +179,7 @@ def test_resume_stands_before_a_script(
     with (tmp_path / "log").open("wb") as log:
         region = launch.RegionProcess(0, tmp_path / "region-0", process, log, 0, tmp_path / "status")
     monkeypatch.setattr("hf_cocodc.snapshot.folders.usable", lambda folder: {20: folder})
-    assert supervising.saved([region], is_script).endswith(", before the script") == is_script
+    assert supervising.saved([region], 1, is_script).endswith(", before the script") == is_script
 
 
 SPLIT = ["--", "--multi_gpu", "--num_machines", "1", "--num_processes", "4"]
@@ -192,7 +245,7 @@ def test_regions_that_one_launcher_has_ended_are_blamed_in_order(
     """
     facts: list[dict[str, Any]] = [
         {"step": 9, "is_done": True},
-        {"step": 9, "error": "stopped", "exit_code": 3, "since": 1.0},
+        {"step": 9, "error": "stopped", "exit_code": 3, "has_stopped": True, "since": 1.0},
         {"step": 9, "error": "second", "exit_code": 1, "since": 3.0},
         {"step": 9, "error": "first", "exit_code": 1, "since": 2.0},
         {"step": 9},

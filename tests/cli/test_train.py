@@ -35,7 +35,8 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rules = {"on_loss": "continue"}
-    stopped = [a_region(tmp_path, region, error="stopped", exit_code=3, rules=rules) for region in (0, 1)]
+    left = {"rules": rules, "members": [0, 1], "epoch": 1}
+    stopped = [a_region(tmp_path, region, has_stopped=True, **left) for region in (0, 1)]
     lost = a_region(tmp_path, 2)
     steps = {"region-0": (20, 40), "region-1": (20, 40), "region-2": (10,)}
     monkeypatch.setattr(
@@ -43,9 +44,32 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
     )
     for name in steps:
         (tmp_path / name).mkdir()
-    said = supervising.saved([*stopped, lost])
+    said = supervising.saved([*stopped, lost], 3)
     assert said.startswith("checkpoint-40 is complete in every region that was left")
     assert [each.has_stopped for each in (*stopped, lost)] == [True, True, False]
+
+
+@pytest.mark.parametrize("rules", [{"on_loss": "continue"}, {"on_loss": "stop"}])
+def test_a_command_of_one_region_says_what_that_has(
+    rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another one, here or elsewhere, may be about to write its newest checkpoint, or has failed to: it is not looked at."""
+    steps = {"region-0": (20, 40), "region-1": (20,)}
+    monkeypatch.setattr(
+        "hf_cocodc.snapshot.folders.usable", lambda region: dict.fromkeys(steps[region.name], region)
+    )
+    for name in steps:
+        (tmp_path / name).mkdir()
+    said = supervising.saved([a_region(tmp_path, 0, has_stopped=True, rules=rules)], 2)
+    assert said.startswith(
+        f"checkpoint-40 is complete in region 0 under {tmp_path}; the commands of the others"
+    )
+    assert "the newest checkpoint that all have" in said
+    joined = a_region(tmp_path, 0, has_stopped=True, rules=rules, members=[0, 2], epoch=3)
+    assert supervising.saved([joined], 1).startswith("checkpoint-40 is complete in region 0 under")
+    both = [a_region(tmp_path, region, has_stopped=True, rules=rules) for region in (0, 1)]
+    assert supervising.saved(both, 2).startswith("checkpoint-20 is complete in every region under")
+    assert supervising.saved(both, 3).startswith("checkpoint-20 is complete in regions 0, 1 under")
 
 
 def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
@@ -74,6 +98,8 @@ def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
 def test_an_interrupt_says_who_stops(settings: dict[str, Any], regions: list[int], said: str) -> None:
     rules = RegionConfig(**settings)
     assert supervising.in_words(rules, regions, join=False).startswith(said)
+    starts = supervising.in_words(rules, regions, join=False, is_in=False)
+    assert starts == "stopping: no region of this command trains yet. Each ends."
     waits = supervising.in_words(rules, regions, join=True, is_in=False)
     assert waits.endswith("is not in the run yet. The others train on.")
 
@@ -88,16 +114,27 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("when", ["start", "watch"])
+@pytest.mark.parametrize("when", ["load", "start", "watch"])
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_the_exit_code_tells_which_signal_came(
-    sent: signal.Signals, code: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals,
+    code: int,
+    when: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """While regions are started, and while the command waits for them: 128 and the number of the signal."""
+    """While libraries are loaded, while regions are started, and while the command waits for them: 128 and the number of the
+    signal. It says that it was interrupted.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    region, watch = a_region(tmp_path, 0, error="stopped", exit_code=3), launch.watch
+    region, watch = a_region(tmp_path, 0, error="stopped", exit_code=3, has_stopped=True), launch.watch
+
+    def load_and_signal() -> None:
+        if when == "load":
+            os.kill(os.getpid(), sent)
 
     def start_and_signal(*args: Any, **kwargs: Any) -> list[launch.RegionProcess]:
         if when == "start":
@@ -110,15 +147,25 @@ def test_the_exit_code_tells_which_signal_came(
         return watch(*args)
 
     monkeypatch.setattr(supervising, "load_ahead", lambda: None)
+    monkeypatch.setattr(supervising, "wait_until_loaded", load_and_signal)
     monkeypatch.setattr(launch, "start", start_and_signal)
     monkeypatch.setattr(launch, "watch", watch_and_signal)
     assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == code
+    said = capsys.readouterr().err
+    assert (
+        said == "interrupted\n"
+        if when == "load"
+        else "\ninterrupted at step 3; all regions have ended.\n" in said
+    )
 
 
 def interrupted_while_importing(
-    before: str, module: str = "hf_cocodc.cli.train", words: Sequence[str] = ("--version",)
+    before: str,
+    module: str = "hf_cocodc.cli.train",
+    words: Sequence[str] = ("--version",),
+    sent: signal.Signals = signal.SIGINT,
 ) -> subprocess.CompletedProcess:
-    """`hf-cocodc` in a process that gets SIGINT when it imports a module."""
+    """`hf-cocodc` in a process that gets a signal when it imports a module."""
     script = f"""
 import os, signal, sys
 from hf_cocodc.__main__ import main
@@ -126,7 +173,7 @@ from hf_cocodc.__main__ import main
 class Interrupt:
     def find_spec(self, name, *args):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), {int(sent)})
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["hf-cocodc", *{words!r}]
 sys.exit(main())
@@ -142,10 +189,11 @@ def test_ctrl_c_while_the_command_is_imported() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_ctrl_c_while_the_libraries_are_imported() -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_libraries_are_imported(sent: signal.Signals, code: int) -> None:
     """The server of the regions imports them, and hears nothing of it; the command ends in good order."""
-    ended = interrupted_while_importing("", "torch", ("train", "quickstart/diloco"))
-    assert (ended.returncode, ended.stderr) == (130, "")
+    ended = interrupted_while_importing("", "torch", ("train", "quickstart/diloco"), sent)
+    assert (ended.returncode, ended.stderr) == (code, "interrupted\n")
     assert ended.stdout == "[1/5] loading the libraries\n"
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 from hf_cocodc.training import launch
-from hf_cocodc.training.forks import Fork
+from hf_cocodc.training.forks import SIGNALS, Fork
 
 REFUSED = ["no-such-recipe.yaml"]
 
@@ -38,6 +39,18 @@ def test_a_region_that_is_killed(tmp_path: Path) -> None:
     process, _ = seen(tmp_path, OMP_NUM_THREADS="3")
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() in (-signal.SIGKILL, 2)
+
+
+def test_signals_to_all_processes_of_a_command_do_not_end_the_server(tmp_path: Path) -> None:
+    """Ctrl-C and `timeout` signal a process group, and Slurm every process: the regions would seem to lack memory."""
+    first, _ = seen(tmp_path)
+    first.wait()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    for number in SIGNALS:
+        os.kill(server, number)
+    second, _ = seen(tmp_path)
+    assert second.wait() == 2
+    assert server == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def test_threads_that_the_user_has_chosen_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
