@@ -65,7 +65,7 @@ class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         count: regions with which the run begins.
         least, most: `regions.min` and `regions.max`; where a lost region ends the run, both are `count`.
         wait_s: how long fewer than `least` wait for others; 0 where a lost region ends the run. For the times, see RegionConfig.
-        grace_is_auto: whether `grace_s` counts from the moment when training began to wait.
+        grace_is_auto: whether `grace_s` counts only while training waits, too.
     """
 
     count: _Regions

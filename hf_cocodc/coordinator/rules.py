@@ -630,35 +630,38 @@ class _Work:
             self.change(seats=told)
 
     def doubt(self, seat: Seat, other: Member) -> tuple[str, str] | None:
-        """How and why a member for which another waits seems to be lost."""
+        """How and why a member for which another waits seems to be lost.
+
+        For how long it waits, it says itself: since its last heartbeat, it may have stood still.
+        """
         terms, now, beat = self.state.terms, self.now, seat.beat
-        since_beat = now - seat.beat_at
-        waited_s = beat.waited_s + since_beat
         at = self.state.seat_of(other)
         theirs = None if at is None else self.state.seats[at]
         # a coordinator that was started a moment ago has heard nobody for long
         silent_s = now - (self.state.away.get(other, now) if theirs is None else theirs.heard_at)
         if theirs is None:
             # in the middle of a transfer nobody is late: then it counts since when nothing has moved
-            silent_s = min(silent_s, max(beat.waited_s, beat.idle_s) + since_beat)
+            silent_s = min(silent_s, max(beat.waited_s, beat.idle_s))
         if silent_s > terms.timeout_s:
             return "silent", (
                 f"it has given no heartbeat for {silent_s:.0f} s (regions.timeout_s={terms.timeout_s:g}): its process hangs, "
                 "or the network between the regions is down"
             )
         if terms.grace_s is not None:
-            counted = beat.blocked_s if terms.grace_is_auto else beat.waited_s
-            if counted is not None and counted + since_beat > terms.grace_s:
+            late_s = beat.waited_s
+            if terms.grace_is_auto:  # training may have waited for another region before, or for the link
+                late_s = min(late_s, beat.blocked_s or 0.0)
+            if late_s > terms.grace_s:
                 return "late", f"it is late by more than {terms.grace_s:g} s (regions.grace_s)"
         if theirs is None:
             return None
-        stuck_s = min(now - theirs.moved_at, waited_s)
+        stuck_s = min(now - theirs.moved_at, beat.waited_s)
         if stuck_s > terms.stuck_timeout_s:
             return "stuck", (
                 f"it is alive, but has been stuck at step {theirs.beat.step} for {stuck_s:.0f} s "
                 f"(regions.stuck_timeout_s={terms.stuck_timeout_s:g})"
             )
-        idle_s = min(beat.idle_s + since_beat, now - theirs.op_at)
+        idle_s = min(beat.idle_s, now - theirs.op_at)
         # one that waits for a third region, or for nobody, has nothing to send yet: it may encode for long
         is_mutual = beat.op and theirs.beat.op >= beat.op and theirs.beat.awaits == seat.member.region
         if is_mutual and idle_s > terms.timeout_s:

@@ -425,6 +425,53 @@ def test_all_that_are_stuck_are_lost_at_once() -> None:
     assert world.state.members == (first,) and "stuck" in " ".join(world.state.decisions[-1].whys)
 
 
+def of_two_in_a_transfer(is_auto: bool) -> World:
+    """Region 0 waits for region 1, which may be late by 5 s."""
+    world = World()
+    world.of(2, grace_s=5.0, grace_is_auto=is_auto)
+    return world
+
+
+def suspects(world: World) -> list[str]:
+    return [each.how for each in world.sent[1] if isinstance(each, Suspect)]
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_a_member_is_late_once_another_one_has_waited_for_it_for_the_grace(is_auto: bool) -> None:
+    world = of_two_in_a_transfer(is_auto)
+    for waited_s in (4.0, 5.0, 6.0):
+        world.do(Came(1, Beat(op=3, awaits=1, waited_s=waited_s, blocked_s=waited_s)))
+        assert suspects(world) == ["late"] * (waited_s > 5.0)
+
+
+def test_the_overlap_hides_how_late_a_member_is() -> None:
+    world = of_two_in_a_transfer(is_auto=True)
+    for blocked_s in (None, 4.0):
+        world.do(Came(1, Beat(op=3, awaits=1, waited_s=60.0, blocked_s=blocked_s)))
+    assert suspects(world) == []
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_who_has_come_to_a_transfer_is_not_late_however_long_that_takes(is_auto: bool) -> None:
+    """`waited_s` is 0 then. Training waits for the link; or it has waited for another region, which is lost by now."""
+    world = of_two_in_a_transfer(is_auto)
+    for waited_s in (0.0, 0.5):
+        world.do(Came(1, Beat(op=3, awaits=1, waited_s=waited_s, blocked_s=60.0)))
+        world.later(0.2)
+    assert suspects(world) == []
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_whoever_stands_still_itself_is_not_told_that_another_one_is_late(is_auto: bool) -> None:
+    """Its heartbeats do not come: what it waits for may have come meanwhile, and lie unread."""
+    world = of_two_in_a_transfer(is_auto)
+    world.do(Came(1, Beat(op=3, awaits=1, waited_s=2.0, blocked_s=2.0)))
+    for _ in range(20):
+        world.later(1.0)
+        world.do(Came(2, Beat(op=3)))
+    assert suspects(world) == []
+
+
 def test_regions_of_a_run_that_has_died_begin_anew_beside_a_newcomer_that_was_announced() -> None:
     world = of_three()
     newcomer(world, 3)

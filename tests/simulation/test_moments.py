@@ -184,7 +184,10 @@ def test_a_region_that_is_away_for_long_ends_a_fixed_run(kind: str) -> None:
     for seed, at in _moments(2.0, 10.0, 8):
         faults = Fault(at, kind, 2, -1 if kind == "freeze" else 1, 25.0), Fault(at + 12.0, "start", 2)
         ends = _ends(_with(_THREE, seed, *faults, elastic=False))
-        assert ends[0] == ends[1] == ["stopped"] and ends[2][0] == "over" and ends[2][1] == "failed", at
+        assert ends[0] == ["stopped"] and ends[2][1] == "failed", at
+        # of two that are cut from each other, either one may go on
+        either = {("stopped", "over"), *([("over", "stopped")] if kind == "cut" else [])}
+        assert (ends[1][0], ends[2][0]) in either, at
 
 
 def test_a_fixed_run_whose_coordinator_dies_with_a_region_ends_soon() -> None:
