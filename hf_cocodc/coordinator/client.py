@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from msgspec import structs
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
 from ..net.addresses import Unreachable, is_url, parts_of
+from ..net.awake import awake_s
 from ..net.channel import object_of
 from ..net.keys import Keys
 from ..net.mailbox import mailbox
@@ -109,7 +109,7 @@ class Client:
         self._is_over = False
         self._thread: LoopThread | None = None
         self._working: asyncio.Task[None] | None = None
-        self.is_connected, self._heard_at = False, time.monotonic()
+        self.is_connected, self._heard_at = False, awake_s()
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
 
@@ -152,11 +152,11 @@ class Client:
         return self.welcome
 
     async def _meet(self, hello: Hello, wait_s: float, waiting: Callable[[Waiting], None]) -> OpenCall:
-        until = time.monotonic() + wait_s
+        until = awake_s() + wait_s
         while True:
             call: OpenCall | None = None
             try:
-                left_s = max(until - time.monotonic(), 0.0)
+                left_s = max(until - awake_s(), 0.0)
                 call = await connect(self._address, self._run, "region", self._keys, min(left_s, CONNECT_S))
                 call.say(hello)
                 self.welcome = await self._await_welcome(call, hello, wait_s, until, waiting)
@@ -167,7 +167,7 @@ class Client:
                 # what may pass is waited for
                 if not isinstance(error, NobodyAnswers | Unreachable | ConnectionEnded):
                     raise
-                if time.monotonic() + LONGEST_WAIT_S > until:
+                if awake_s() + LONGEST_WAIT_S > until:
                     raise self._not_reached(hello, wait_s, error) from error
                 waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
             await asyncio.sleep(FIRST_WAIT_S)
@@ -186,20 +186,19 @@ class Client:
         until: float,
         waiting: Callable[[Waiting], None],
     ) -> Welcome:
-        last, num_silent = Waiting(), 0
-        began = time.monotonic()
-        while (left_s := until - time.monotonic()) > 0:
+        last = Waiting()
+        began = heard_at = awake_s()
+        while (left_s := until - awake_s()) > 0:
             try:
                 message = from_line(await asyncio.wait_for(call.hear(), min(_LOOK_S, left_s)))
             except asyncio.TimeoutError:
-                num_silent += 1  # not by the clock: this process may have stood still
-                if num_silent * _LOOK_S > 2 * SILENT_S:
+                if awake_s() - heard_at > 2 * SILENT_S:
                     raise ConnectionEnded(
                         f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s: try hf-cocodc doctor"
                     ) from None
                 continue
-            num_silent = 0
-            if isinstance(message, Alive) and last == Waiting() and time.monotonic() - began > SILENT_S:
+            heard_at = awake_s()
+            if isinstance(message, Alive) and last == Waiting() and awake_s() - began > SILENT_S:
                 last = Waiting(
                     why=f"the coordinator at {self._address} hears this region, and does not answer what it has said of itself. "
                     f"Perhaps {SWALLOWED}. hf-cocodc doctor proves it"
@@ -303,11 +302,10 @@ class Client:
 
     async def _serve(self, call: OpenCall) -> None:
         """Hear and speak until the connection ends."""
-        self._heard_at = time.monotonic()
+        self._heard_at = awake_s()
         hearing = asyncio.ensure_future(self._hear_all(call))
         try:
-            # what came before is heard before anything is judged by the clock: this process may have stood still
-            while not hearing.done() and time.monotonic() < self._heard_at + SILENT_S:
+            while not hearing.done() and awake_s() < self._heard_at + SILENT_S:
                 self._say_beat()
                 await asyncio.wait({hearing}, timeout=self._period_s)
         finally:
@@ -338,7 +336,7 @@ class Client:
             except LinkError as error:
                 logger.warning("the coordinator at %s: %s", self._address, error)
                 continue
-            self._heard_at = time.monotonic()
+            self._heard_at = awake_s()
             if isinstance(message, Alive):
                 continue
             self._is_over = self._is_over or isinstance(message, Refuse)

@@ -1,7 +1,6 @@
 """All runs of one coordinator: feeds the rules of each, carries out what they want, and forgets old ones."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import short
+from ..net.awake import Clock
 from ..net.members import Member
 from ..settings.regions import HOW_LONG
 from .messages import (
@@ -50,8 +50,8 @@ _LONGEST = 600
 
 _UNHEARD_S = 2.0
 """A process that has sent nothing for so long is compared as it was."""
-_FROZEN_S = 1.0
-"""If nobody looks at the clock for so long, the process stood still."""
+_FROZEN_S = 0.5
+"""If the process stood still for longer, what has arrived meanwhile is read before anything is judged."""
 _STOOD_S = 10.0
 """If it stood still for longer, another coordinator may serve its members: they drop it after 15 s."""
 _KEPT_S = 24 * 3600.0
@@ -320,7 +320,7 @@ class Runs:
         self._send, self._say, self._fail, self._close = send, say, fail, close
         self._later, self._file = later, file
         self._has_copies = file is None or file.has_copies
-        self._looked_at, self._stood_s, self._has_jumped = time.monotonic(), 0.0, False
+        self._clock, self._has_jumped = Clock(), False
         self._hosted: dict[tuple[str, str], Hosted] = {}
         self._has_failed = False
         now = self._now()
@@ -350,16 +350,13 @@ class Runs:
 
     def _now(self) -> float:
         """Seconds of a clock that stands still while this process does. If it did for long, its runs begin as after a start."""
-        now = time.monotonic()
-        stood_s, self._looked_at = now - self._looked_at, now
-        if stood_s > _FROZEN_S:
-            self._stood_s += stood_s
-            self._has_jumped = True
+        stood_s = self._clock.look()
+        self._has_jumped |= stood_s > _FROZEN_S
         if stood_s > _STOOD_S:
             for hosted in self._hosted.values():
                 if hosted.state.trains:
                     self._step(hosted, StoodStill(self._has_copies))
-        return now - self._stood_s
+        return self._clock.now
 
     def tick(self) -> None:
         """Time has passed. Call this several times a second."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
+from ..net.awake import awake_s
 from ..net.members import Member
 from ..net.view import Swap, UnderWay, View
 from ..parts.codecs.base import Message, Reply
@@ -66,7 +67,7 @@ class Pending:
         begin: of its newest attempt; `view` and `attempt` are None until the link's thread has begun that.
         call: what the rules know of it, once it has completed.
         bytes_sent, void_bytes: bytes that the attempt with a result has sent, and the void ones.
-        awaited_at: when the training thread began to wait, by the monotonic clock; None while it does not.
+        awaited_at: when the training thread began to wait, by the clock of `awake_s`; None while it does not.
         found: the result, until it counts.
     """
 
@@ -115,7 +116,7 @@ class Pending:
             self._ended.set()
 
     def wait(self) -> Any:
-        self.awaited_at = time.monotonic()
+        self.awaited_at = awake_s()
         self._ended.wait()
         self.awaited_at = None
         if self._error is not None:

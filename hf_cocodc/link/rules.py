@@ -91,7 +91,7 @@ class Missed(Event):
 
 @dataclass(frozen=True)
 class HeardFrom(Event):
-    """The coordinator has said something. `awaits`: for which region the attempt in hand waits. `now`: of the monotonic clock."""
+    """The coordinator has said something. `awaits`: for which region the attempt in hand waits. `now`: see `awake_s`."""
 
     message: ToRegion
     awaits: int | None = None

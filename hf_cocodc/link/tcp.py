@@ -35,6 +35,7 @@ from ..coordinator.messages import (
 )
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..net.addresses import is_url
+from ..net.awake import awake_s
 from ..net.connection import Connection
 from ..net.members import Member, Whereabouts
 from ..net.view import View
@@ -275,7 +276,7 @@ class TcpLink(Link):
         return all_records
 
     def landed(self, arrival: Arrival) -> None:
-        self.beat, self.landed_at = structs.replace(self.beat, landed_at=self._step), time.monotonic()
+        self.beat, self.landed_at = structs.replace(self.beat, landed_at=self._step), awake_s()
         if self.standing is Standing.MEMBER and arrival.trailers:
             self._feed(rules.Landed(min(each.knows for each in arrival.trailers), arrival.changes))
             self._has_moved = True
@@ -299,7 +300,7 @@ class TcpLink(Link):
 
     def _why_lost(self, region: int, broken_at: float, is_refused: bool, is_closed: bool) -> str | None:
         other = self._part.paired.get(region, Member(region, 0))
-        return rules.why_lost(self._part, other, broken_at, is_refused, is_closed, time.monotonic())
+        return rules.why_lost(self._part, other, broken_at, is_refused, is_closed, awake_s())
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
@@ -393,13 +394,13 @@ class TcpLink(Link):
 
     def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Connection:
         """Open a stream to a process once it is connected here; see `Pair.stream`. Raises LinkError if it is not in time."""
-        until = time.monotonic() + timeout_s
+        until = awake_s() + timeout_s
         while not self._part.is_paired(member):
             look()
-            if time.monotonic() > until:
+            if awake_s() > until:
                 raise LinkError(f"region {member.region} has not been connected within {timeout_s:g} s.")
             time.sleep(_POLL_S)
-        return self.wire.stream(member.region, number, max(until - time.monotonic(), _POLL_S), look)
+        return self.wire.stream(member.region, number, max(until - awake_s(), _POLL_S), look)
 
     @property
     def donors(self) -> tuple[Member, ...]:
@@ -676,7 +677,7 @@ class TcpLink(Link):
 
     def _end_calls(self) -> bool:
         """Wait for the calls that were made. Returns whether all have completed."""
-        until = time.monotonic() + self._timeout_s
+        until = awake_s() + self._timeout_s
         with self._changed:
             self._feed(rules.NoMoreCalls())
             ended = self._changed.wait_for(
@@ -684,7 +685,7 @@ class TcpLink(Link):
             )
             thread = self._thread
         if thread is not None and ended:
-            thread.join(max(until - time.monotonic(), 0))
+            thread.join(max(until - awake_s(), 0))
         return ended and self._failure is None
 
     # ---- the coordinator, in its thread -----------------------------------------------------------------------------
@@ -705,7 +706,7 @@ class TcpLink(Link):
                     self.agreement.answer(step, {int(region): str(why) for region, why in whys.items()})
             case _:
                 with self._changed:
-                    self._feed(rules.HeardFrom(message, self.awaits, time.monotonic()))
+                    self._feed(rules.HeardFrom(message, self.awaits, awake_s()))
         if isinstance(message, Refuse) and self.standing is not Standing.OUT:
             logger.warning("region %d trains on without the coordinator: %s", self.region, message.why)
         if isinstance(message, Resumed) and self.agreement is not None:
@@ -717,7 +718,7 @@ class TcpLink(Link):
         if self.agreement is not None:
             self.agreement.poll()
         self.wire.look()
-        now, waits = time.monotonic(), self.wire.waits
+        now, waits = awake_s(), self.wire.waits
         with self._changed:
             self._watch(now)
             part = self._part

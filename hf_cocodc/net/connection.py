@@ -15,7 +15,6 @@ import queue
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .awake import awake_s
 from .keys import Altered
 from .pacing import pace, set_congestion
 from .pipe import CLOSED, CiphersFor, Closed, Pipe, Seen, Swallowed
@@ -111,7 +111,7 @@ class Connection:
         ciphers_for: makes the ciphers of a socket; None if nothing is sealed.
 
     Attributes:
-        broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
+        broken_at: since when it has no socket, by the clock of `awake_s`; infinite while it has one.
         whole_since: when it has got its present socket, or its last one.
         lost_at: when it has ended; infinite before.
         is_closed: whether the other end has closed its last socket (`Closed`), and it has got no other one.
@@ -138,7 +138,7 @@ class Connection:
         self._newest = 0
         self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
-        self.broken_at = self.whole_since = time.monotonic()
+        self.broken_at = self.whole_since = awake_s()
         self.lost_at, self.is_closed = math.inf, False
         self._reads = self._writes = self._asks = self._is_asked = False
         self._changed = threading.Condition()
@@ -224,7 +224,7 @@ class Connection:
                         operation.keep()
                     self._tune(connected)
                     self._pipe = self._last = pipe
-                    self.broken_at, self.whole_since, self.is_closed = math.inf, time.monotonic(), False
+                    self.broken_at, self.whole_since, self.is_closed = math.inf, awake_s(), False
                     self._outgoing.put(None)
                     self._changed.notify_all()
         except BaseException as error:
@@ -259,10 +259,10 @@ class Connection:
     def drain(self, until: float) -> bool:
         """Wait until the other end has received all that the kernel took. Returns whether it has, or the connection has ended.
 
-        It waits until `until`, by the monotonic clock, and on while the connection is broken.
+        It waits until `until`, by the clock of `awake_s`, and on while the connection is broken.
         """
         with self._changed:
-            while self._sent and self._error is None and (self._pipe is None or time.monotonic() < until):
+            while self._sent and self._error is None and (self._pipe is None or awake_s() < until):
                 self.ask()
                 self._changed.wait(_ASK_S)
             self._asks = False
@@ -277,7 +277,7 @@ class Connection:
         with self._changed:
             if self._error is not None:
                 return
-            self._error, self.lost_at = error, time.monotonic()
+            self._error, self.lost_at = error, awake_s()
             for operations in self._asked.values():
                 for operation in operations:
                     operation.end(error)
@@ -319,7 +319,7 @@ class Connection:
         with self._changed:
             if pipe is None or self._pipe is not pipe or self._error is not None:
                 return
-            self._pipe, self.broken_at = None, time.monotonic()
+            self._pipe, self.broken_at = None, awake_s()
             self.is_closed = isinstance(error, Closed)
             self._changed.notify_all()
             with contextlib.suppress(OSError):

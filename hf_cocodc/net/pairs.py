@@ -8,7 +8,6 @@ import functools
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from ..errors import LinkError, short
 from ..threads import NativeThread, side_by_side
 from .addresses import is_from, is_url, named
+from .awake import awake_s
 from .connection import Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
 from .pipe import CiphersFor, Seen
@@ -249,13 +249,13 @@ class Pair:
                 raise LinkError(
                     f"region {other} cannot be reached any more at {named(*self._called)}: {why}."
                 ) from error
-        until = time.monotonic() + timeout_s
+        until = awake_s() + timeout_s
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: number in self._came, _LOOK_S):
                     return self._came.pop(number)
             look()
-            if time.monotonic() > until:
+            if awake_s() > until:
                 raise LinkError(f"region {other} has not called region {region} within {timeout_s:g} s.")
 
     def _arrive(self, connection: socket.socket, number: int) -> None:
@@ -307,7 +307,7 @@ class Pair:
         assert self.control is not None
         whole_since = self.control.whole_since if math.isinf(self.control.broken_at) else math.inf
         has_control = math.isinf(self.control.lost_at)
-        return stream_verdict(time.monotonic(), broken_at, whole_since, has_control)
+        return stream_verdict(awake_s(), broken_at, whole_since, has_control)
 
     def _end(self, error: ConnectionLost) -> None:
         """The other region is lost."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError
+from .awake import awake_s
 from .connection import ConnectionLost, Operation
 from .pairs import Pair
 
@@ -34,7 +35,7 @@ class Revoked(LinkError):
 
 
 class Waits:
-    """What this region waits for now, and since when: for its heartbeats. Times are of the monotonic clock.
+    """What this region waits for now, and since when: for its heartbeats. Times are those of `awake_s`.
 
     Attributes:
         region: from which something is awaited; None if nothing is.
@@ -47,18 +48,18 @@ class Waits:
         self.region: int | None = None
         self.what = ""
         self.late_since: float | None = None
-        self.moved_at = time.monotonic()
+        self.moved_at = awake_s()
 
     def begin(self, region: int, what: str, is_late: bool) -> None:
         """Wait for `region`. `is_late`: whether it may not have come to the transfer yet."""
         if not is_late:
             self.late_since = None
         elif self.late_since is None or (region, what) != (self.region, self.what):
-            self.late_since = time.monotonic()
+            self.late_since = awake_s()
         self.region, self.what = region, what
 
     def moved(self) -> None:
-        self.moved_at = time.monotonic()
+        self.moved_at = awake_s()
 
     def end(self) -> None:
         """Nothing is awaited any more."""

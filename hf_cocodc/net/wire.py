@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from ..errors import LinkError, RegionLostError
+from .awake import awake_s
 from .connection import Connection, ConnectionLost
 from .keys import Keys, Share
 from .members import Whereabouts
@@ -205,7 +206,7 @@ class Wire:
             connections = [each for pair in self._pairs.values() for each in pair.connections]
         for each in connections:
             each.ask()
-        until = time.monotonic() + self.timeout_s
+        until = awake_s() + self.timeout_s
         have_all = [each.drain(until) for each in connections]
         if not all(have_all):
             logger.warning(
@@ -233,7 +234,7 @@ class Wire:
         return Pair(self.region, region, self._port, *how, judge=judge, storage=self.storage)
 
     def _is_late(self, region: int, broken_at: float, is_denied: bool, is_closed: bool) -> str | None:
-        return "unreachable" if time.monotonic() - broken_at > self.timeout_s else None
+        return "unreachable" if awake_s() - broken_at > self.timeout_s else None
 
     def _judge(
         self, region: int, broken_at: float, is_denied: bool, is_closed: bool

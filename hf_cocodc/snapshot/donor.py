@@ -11,7 +11,6 @@ import logging
 import math
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import LinkError
 from ..link.log import Log, to_plain
+from ..net.awake import awake_s
 from ..net.connection import Connection, ConnectionLost, Operation
 from ..net.pairs import STREAMS
 from ..net.view import Throttle
@@ -224,7 +224,7 @@ class Frames:
 
     def drain(self, timeout_s: float) -> None:
         """Wait until the other end has taken all, for at most `timeout_s`."""
-        self._connection.drain(time.monotonic() + timeout_s)
+        self._connection.drain(awake_s() + timeout_s)
 
     def close(self) -> None:
         self._connection.close()
@@ -241,7 +241,7 @@ class Frames:
 
     def _wait(self, start: Callable[[Operation], object], operation: Operation, patience_s: float) -> None:
         """Start to send or to receive a message, and wait until it is done."""
-        waited_s = 0.0
+        began = awake_s()
         try:
             start(operation)
             while True:
@@ -250,9 +250,8 @@ class Frames:
                     return
                 except TimeoutError:
                     self._alive()
-                waited_s += _POLL_S  # not by a clock: this process may have stood still itself
-                if waited_s >= patience_s:
-                    raise LinkError(f"the other end has sent nothing for {waited_s:.1f} s.")
+                if awake_s() - began >= patience_s:
+                    raise LinkError(f"the other end has sent nothing for {patience_s:.1f} s.")
         except ConnectionLost as error:
             raise LinkError(f"{error}.") from error
 
@@ -336,8 +335,8 @@ class Donation:
     def _newcomer_waits(self) -> None:
         """The newcomer takes nothing for now: it may be busy while the log grows, but not once that has ended."""
         if self.log.overflowed or self._ended.is_set():
-            self._until = min(self._until, time.monotonic() + _TAKEN_WITHIN_S)
-        if time.monotonic() > self._until:
+            self._until = min(self._until, awake_s() + _TAKEN_WITHIN_S)
+        if awake_s() > self._until:
             raise LinkError("it does not take what it is sent, and the log has ended.")
 
     def _send(self, frames: Frames) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import queue
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ from torch import nn
 
 from ..errors import CheckpointError, DonorLost, LinkError, RunFinished, RunOver, short
 from ..link.log import Item, from_plain
+from ..net.awake import awake_s
 from ..net.connection import Connection
 from ..net.members import Member
 from ..status import say, tell
@@ -259,17 +259,17 @@ class Donors:
                 raise DonorLost(f"region {member.region} is lost.")
 
         self._answers, self._asked = queue.SimpleQueue(), member
-        began, ask_at = time.monotonic(), 0.0
+        began, ask_at = awake_s(), 0.0
         while True:
             alive()
-            if time.monotonic() >= ask_at:
+            if awake_s() >= ask_at:
                 self._post(member, "base")
-                ask_at = time.monotonic() + _AGAIN_S
+                ask_at = awake_s() + _AGAIN_S
             try:
                 topic, content = self._answers.get(timeout=_POLL_S)
                 break
             except queue.Empty:
-                if time.monotonic() > began + stuck_timeout_s:
+                if awake_s() > began + stuck_timeout_s:
                     raise DonorLost(
                         f"region {member.region} has offered no base for {stuck_timeout_s:.3g} s "
                         "(regions.stuck_timeout_s, or what is left of regions.start_timeout_s): does it make inner steps?"

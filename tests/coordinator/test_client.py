@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from hf_cocodc.coordinator.server import Served, serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError, MeetingRefused
 from hf_cocodc.net.addresses import own_address
 from tests.listening import free_port
+from tests.standing import standing
 
 from ..net.swallowing import Swallowing
 from .regions import OTHER, SECRET, Region, hello, meet, part, socket_of, try_to_meet, wait_until
@@ -318,8 +318,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
 
 def test_a_region_that_stood_still_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What came meanwhile is heard: whoever called again would not hear that the run has begun."""
-    jump = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump.s))
+    stood = standing(monkeypatch)
     monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
     served, heard = serve_in_thread(), []
     client = Client(served.address, "run")
@@ -330,7 +329,7 @@ def test_a_region_that_stood_still_calls_nobody_silent(monkeypatch: pytest.Monke
             timer.start()
 
     def others() -> None:
-        jump.s = 100.0
+        stood.s = 100.0
         time.sleep(0.5)
         found.extend(meet(served.address, hello(1)))
 

@@ -253,7 +253,7 @@ def test_a_line_that_cannot_be_written_holds_no_run(
 
 def test_runs_of_a_process_that_stood_still_begin_as_after_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("hf_cocodc.coordinator.runs.time.monotonic", lambda: now)
+    monkeypatch.setattr("hf_cocodc.net.awake.time.monotonic", lambda: now)
     closed: list[int] = []
     runs = runs_of(close=closed.append)
     for who in (0, 1):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_cocodc.net import pipe
+from hf_cocodc.net.awake import awake_s
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.pipe import Pipe, Swallowed
@@ -300,18 +301,18 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
         lasting.sockets[0].shutdown(socket.SHUT_RDWR)
         wait_until(lambda: lasting.ends[0]._pipe is None)
         threading.Timer(0.3, lasting.mend).start()
-    lasting.ends[0].drain(time.monotonic() + (0.0 if how == "cut" else PATIENCE_S))
+    lasting.ends[0].drain(awake_s() + (0.0 if how == "cut" else PATIENCE_S))
     assert not lasting.ends[0]._sent
     if how == "cut":
         wait_until(lambda: lasting.count == 1)
 
 
 def test_draining_ends_with_the_time_or_the_connection(lasting: Lasting) -> None:
-    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
+    lasting.ends[0].drain(awake_s() + PATIENCE_S)
     send(lasting.ends[0], 1, 0, full(1)).wait(PATIENCE_S)  # nobody asks for it
-    assert not lasting.ends[0].drain(time.monotonic() + 0.3)
+    assert not lasting.ends[0].drain(awake_s() + 0.3)
     threading.Timer(0.3, lasting.ends[1].close).start()
-    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
+    lasting.ends[0].drain(awake_s() + PATIENCE_S)
     assert lasting.ends[0]._sent
 
 
@@ -334,7 +335,7 @@ def test_a_count_that_cannot_be_is_not_believed(lasting: Lasting, count: int) ->
         asked = ask(lasting.ends[1], 1, 0)
         send(lasting.ends[0], 1, 0, full(number)).wait(PATIENCE_S)
         come(asked)
-    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
+    lasting.ends[0].drain(awake_s() + PATIENCE_S)
     one, other = lasting._connect()
     pipe = Pipe(other)
     opening = threading.Thread(target=pipe.open, args=(PATIENCE_S, lasting.ends[1]._ciphers_for))

@@ -12,7 +12,6 @@ import socket
 import struct
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link.part import Part, Standing
 from hf_cocodc.link.rules import why_lost
 from hf_cocodc.net import recovery
+from hf_cocodc.net.awake import awake_s
 from hf_cocodc.net.connection import Connection, ConnectionLost, Operation
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.members import Member
@@ -53,7 +53,7 @@ def judged(
         closed={THERE: closed_at},
         cut={THERE: cut_at},
     )
-    return lambda region, *facts: why_lost(part, THERE, *facts, time.monotonic())
+    return lambda region, *facts: why_lost(part, THERE, *facts, awake_s())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_stream_that_ends_without_a_word_costs_no_pair(
     monkeypatch.setattr(recovery, "_STREAM_S", 1.0)
     with routed(caller=caller, timeout_s=6.0) as both:
         for wire in both.wires:
-            wire.why_lost = judged(time.monotonic())  # it has just lost both
+            wire.why_lost = judged(awake_s())  # it has just lost both
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 70, 5.0) for wire in both.wires))
         ends = streams
         wait_until(lambda: all(math.isinf(end.broken_at) for end in ends))
@@ -128,7 +128,7 @@ def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
     """The connection may have broken before its pair knows it."""
 
     class Broken:
-        broken_at, lost_at = time.monotonic(), math.inf
+        broken_at, lost_at = awake_s(), math.inf
 
     connection: Any = Broken()
     failures = [ValueError("it is not in the list"), ConnectionLost("it says nothing"), TimeoutError()]
@@ -349,7 +349,7 @@ def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_to
         both.router.close()
         with pytest.raises(TimeoutError):
             pending.operation.wait(0.7)
-        both.wires[0].why_lost = judged(time.monotonic())
+        both.wires[0].why_lost = judged(awake_s())
         with pytest.raises(
             RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
         ):
@@ -362,7 +362,7 @@ def test_a_region_whose_connection_to_the_coordinator_was_reset_is_lost_if_it_ha
 ) -> None:
     """Killed with unread bytes. A router that restarts resets all connections: then the region may come back."""
     with routed(timeout_s=60.0) as both:
-        both.wires[0].why_lost = judged(timeout_s=60.0, cut_at=time.monotonic())
+        both.wires[0].why_lost = judged(timeout_s=60.0, cut_at=awake_s())
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.close(resets)
@@ -392,7 +392,7 @@ def test_one_connection_of_a_pair_has_no_unread_bytes() -> None:
 def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> None:
     """Behind a router, a region announces an address that another machine has here: what refuses there says nothing of it."""
     with routed(timeout_s=60.0, hidden=hidden) as both:
-        both.wires[1].why_lost = judged(time.monotonic(), timeout_s=60.0)
+        both.wires[1].why_lost = judged(awake_s(), timeout_s=60.0)
         view = both.wires[1].view([0, 1], 1)
         pending = view.receive(0, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True
