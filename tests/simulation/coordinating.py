@@ -61,16 +61,12 @@ class Coordinator(Actor):
         self._by_number: dict[int, Connection] = {}
         self._numbers: dict[Connection, int] = {}
         self._next = 0
-        self._stood_still_s, self._frozen_at = network.now, 0.0
+        self.stood_still_s = network.now
         random_name = f"{network.random.getrandbits(32):x}"
         for name, state in file.items():
             file[name] = revived(state, random_name)
             self.runs[name] = rules.restarted(file[name], self.time, self._has_copies, silent)
         self._tick()
-
-    @property
-    def time(self) -> float:
-        return self.network.now - self._stood_still_s
 
     @property
     def is_beaten(self) -> bool:
@@ -82,18 +78,11 @@ class Coordinator(Actor):
             self.kill()
         self.later(_SURE_S, self._look_whether_beaten)
 
-    def freeze(self) -> None:
-        if not self.is_frozen:
-            self._frozen_at = self.network.now
-        super().freeze()
-
-    def thaw(self) -> None:
-        if self.is_frozen:
-            frozen_s = self.network.now - self._frozen_at
-            self._stood_still_s += frozen_s
-            for name in self.runs if frozen_s > STOOD_S else ():
-                self._step(name, StoodStill(self._has_copies))
-        super().thaw()
+    def thaw(self) -> float:
+        frozen_s = super().thaw()
+        for name in self.runs if frozen_s > STOOD_S else ():
+            self._step(name, StoodStill(self._has_copies))
+        return frozen_s
 
     def hear(self, connection: Connection, item: Any) -> None:
         if item in (None, RESET):

@@ -15,12 +15,14 @@ class Actor:
 
     Attributes:
         place: where it runs; cuts are between places.
+        stood_still_s: for how long it was frozen so far.
     """
 
     def __init__(self, network: "Network", place: Hashable) -> None:
         self.network, self.place = network, place
         self.is_alive, self.is_frozen = True, False
-        self.waiting: list[Callable[[], None]] = []
+        self.stood_still_s, self._stopped_at = 0.0, 0.0
+        self.waiting: list[tuple[bool, Callable[[], None]]] = []
         self.connections: dict[Connection, None] = {}
 
     def hear(self, connection: "Connection", item: Any) -> None:
@@ -38,14 +40,27 @@ class Actor:
             has_unread = connection.kind == "coordinator" and self.network.chances.random() < 0.3
             connection.close(self, RESET if has_unread else None)
 
+    @property
+    def time(self) -> float:
+        """By a clock that stands still while it does (`net/awake.py`)."""
+        return self.network.now - self.stood_still_s
+
     def freeze(self) -> None:
+        if not self.is_frozen:
+            self._stopped_at = self.network.now
         self.is_frozen = self.is_alive
 
-    def thaw(self) -> None:
+    def thaw(self) -> float:
+        """Returns for how long it was frozen."""
+        frozen_s = self.network.now - self._stopped_at if self.is_frozen else 0.0
+        self.stood_still_s += frozen_s
         self.is_frozen = False
         waiting, self.waiting = self.waiting, []
-        for number, call in enumerate(waiting):
+        if self.network.chances.random() < 0.5:  # what it has set a time for happens before it reads what came
+            waiting.sort(key=lambda each: each[0])
+        for number, (_, call) in enumerate(waiting):
             self.later(1e-6 * number, call)
+        return frozen_s
 
 
 class Connection:
@@ -71,7 +86,7 @@ class Connection:
         network, receiver = sender.network, self.other[sender]
         at = max(self.arrives_at[receiver], network.now + network.random.random() * LONGEST_DELAY_S)
         self.arrives_at[receiver] = at + 1e-9
-        network.at(at, receiver, lambda: self._arrive(sender, receiver, item))
+        network.at(at, receiver, lambda: self._arrive(sender, receiver, item), comes=True)
 
     def close(self, actor: Actor, how: str | None = None) -> None:
         """Close this end; the other one hears of it, as None or RESET, after all that was sent."""
@@ -94,7 +109,7 @@ class Connection:
 
     def _release_soon(self, sender: Actor, receiver: Actor) -> None:
         network = sender.network
-        network.at(network.now, receiver, lambda: self._release(sender, receiver))
+        network.at(network.now, receiver, lambda: self._release(sender, receiver), comes=True)
 
     def _release(self, sender: Actor, receiver: Actor) -> None:
         held = self.held[receiver]
@@ -125,13 +140,13 @@ class Network:
         self.now, self.num_events = 0.0, 0
         self.cuts: set[tuple[Hashable, Hashable]] = set()
         self.holding: dict[Connection, None] = {}
-        self._queue: list[tuple[float, int, Actor | None, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Actor | None, bool, Callable[[], None]]] = []
         self._number = 0
 
-    def at(self, time: float, actor: Actor | None, call: Callable[[], None]) -> None:
-        """Call at a time, if the actor lives then, and once it is not frozen."""
+    def at(self, time: float, actor: Actor | None, call: Callable[[], None], comes: bool = False) -> None:
+        """Call at a time, if the actor lives then, and once it is not frozen. `comes`: because something comes from another one."""
         self._number += 1
-        heapq.heappush(self._queue, (time, self._number, actor, call))
+        heapq.heappush(self._queue, (time, self._number, actor, comes, call))
 
     def is_cut(self, sender: Actor, receiver: Actor) -> bool:
         return (sender.place, receiver.place) in self.cuts
@@ -159,11 +174,11 @@ class Network:
     def run(self, until: float, goes_on: Callable[[], bool]) -> None:
         """Let things happen until a time, or while `goes_on`."""
         while self._queue and self._queue[0][0] <= until and goes_on():
-            self.now, _, actor, call = heapq.heappop(self._queue)
+            self.now, _, actor, comes, call = heapq.heappop(self._queue)
             if actor is not None and not actor.is_alive:
                 continue
             if actor is not None and actor.is_frozen:
-                actor.waiting.append(call)
+                actor.waiting.append((comes, call))
                 continue
             self.num_events += 1
             call()

@@ -111,13 +111,13 @@ class Process(Shell):
 
     @property
     def blocked_s(self) -> float | None:
-        return None if self._blocked_at is None else self.network.now - self._blocked_at
+        return None if self._blocked_at is None else self.time - self._blocked_at
 
     # ---- the story ----------------------------------------------------------------------------------------------------
 
     def _until(self, holds: Callable[[], bool], seconds: float = _FOREVER) -> Generator[Any, None, bool]:
         """Wait; returns whether it holds. Raises the failure of the link."""
-        self._blocked_at = self.network.now
+        self._blocked_at = self.time
         yield (lambda: self.failure is not None or holds()), self.network.now + seconds
         self._blocked_at = None
         if self.failure is not None:
@@ -326,7 +326,7 @@ class Process(Shell):
         """Stop where all do. If this step was promised, wait for the coordinator's answer."""
         self.ask_to_stop()
         if self._promised is not None and self.step >= self._promised:
-            left_s = max(self._promised_until - self.network.now, 0.0)
+            left_s = max(self._promised_until - self.time, 0.0)
             yield from self._until(lambda: self._promised is None or self.stop_at != 0, left_s)
             self._promised = None
         if self.stop_at == self.step:

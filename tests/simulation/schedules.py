@@ -68,6 +68,7 @@ def random_plan(seed: int) -> Plan:
         overlap=draw.randrange(interval + 1),
         step_s=step_s,
         grace_s=draw.choice((None, None, None, 3.0)),
+        grace_is_auto=seed % 2 == 1,
         faults=tuple(sorted(faults)),
     )
 

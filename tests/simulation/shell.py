@@ -132,7 +132,7 @@ class Shell(Actor):
         self.has_moved = self.leaves = self.over = False
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
-        self._wait_s, self._frozen_at, self._answered_at = _FIRST_WAIT_S, self.network.now, self.network.now
+        self._wait_s, self._frozen_at, self._answered_at = _FIRST_WAIT_S, self.time, self.time
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
 
@@ -153,7 +153,7 @@ class Shell(Actor):
                 rank.later(0.0, rank.poke)
         for other in sorted(self.part.meeting):
             self.world.connect_soon(self, other)
-        self._heard_at = self.network.now
+        self._heard_at = self.time
         self._beat(self._beats)
         before, self._before_start = self._before_start, []
         for message in before:
@@ -170,7 +170,7 @@ class Shell(Actor):
         for effect in effects:
             match effect:
                 case rules.Begin():
-                    self.hand = hand = Hand(effect, self.network.now, awaits_since=self.network.now)
+                    self.hand = hand = Hand(effect, self.time, awaits_since=self.time)
                     self.later(0.05 * self.network.random.random(), partial(self._attempt, hand))
                 case rules.Complete(call):
                     self._complete(call)
@@ -218,7 +218,7 @@ class Shell(Actor):
         """Begin the attempt in hand: send what the others need."""
         if self.hand is not hand:
             return
-        begin, hand.has_begun, hand.moved_at = hand.begin, True, self.network.now
+        begin, hand.has_begun, hand.moved_at = hand.begin, True, self.time
         hand.trailers[self.me] = self._knows[begin.number]
         hand.haves.add(self.me)
         for other in begin.parties:
@@ -230,7 +230,7 @@ class Shell(Actor):
         self._go_on(hand)
 
     def _take(self, hand: Hand, sender: Member, kind: str, knows: int) -> None:
-        hand.moved_at = self.network.now
+        hand.moved_at = self.time
         if kind == "data":
             hand.trailers[sender] = knows
         else:
@@ -243,13 +243,13 @@ class Shell(Actor):
             return
         missing = self._missing(hand)
         if missing and missing[0] != hand.awaits:
-            hand.awaits, hand.awaits_since = missing[0], self.network.now
+            hand.awaits, hand.awaits_since = missing[0], self.time
         for other in missing:
             if other not in self.pairs:
-                broken_at = self._broken_at.setdefault(other, self.network.now)
+                broken_at = self._broken_at.setdefault(other, self.time)
                 is_refused = self.world.refuses(self, other)
                 is_closed = other in self._closed
-                why = rules.why_lost(self.part, other, broken_at, is_refused, is_closed, self.network.now)
+                why = rules.why_lost(self.part, other, broken_at, is_refused, is_closed, self.time)
                 if why is not None:
                     self.world.misses(self, other, why)
                     self.feed(rules.Missed(begin.number, begin.losses, other, why))
@@ -327,7 +327,7 @@ class Shell(Actor):
             connection.close(self)
             if self.pairs.get(sender) is connection:
                 del self.pairs[sender]
-                self._broken_at[sender] = self.network.now
+                self._broken_at[sender] = self.time
                 if item is None:
                     self._closed.add(sender)
         else:
@@ -444,7 +444,7 @@ class Shell(Actor):
             self.later(self._wait_s, lambda: self._call_again(beats))
             return
         self.connection = Connection("coordinator", self, coordinator, "run")
-        self._heard_at = self.network.now
+        self._heard_at = self.time
         self.send(back(self.part))
 
     def _beat(self, beats: int) -> None:
@@ -452,7 +452,7 @@ class Shell(Actor):
         if self.how is not None or beats != self._beats:
             return
         self.later(BEAT_S, lambda: self._beat(beats))
-        connection, now = self.connection, self.network.now
+        connection, now = self.connection, self.time
         self.ask_to_stop()
         if self.part.answers:
             self._answered_at = now
@@ -477,7 +477,7 @@ class Shell(Actor):
             self.send(heartbeat)
 
     def _beat_now(self) -> Beat:
-        hand, now, awaits = self.hand, self.network.now, self.awaits
+        hand, now, awaits = self.hand, self.time, self.awaits
         said = Beat(
             step=self.step,
             awaits=awaits,
@@ -511,14 +511,14 @@ class Shell(Actor):
             self.world.checks.decided(self, message)
         if isinstance(message, Refuse):
             self.refused = message
-        self.feed(rules.HeardFrom(message, self.awaits, self.network.now))
+        self.feed(rules.HeardFrom(message, self.awaits, self.time))
         match message:
             case Resumed():
                 self._wait_s = _FIRST_WAIT_S
                 if self.leaves:
                     self.send(Leave())
             case AskStop(number=number):
-                self._promised, self._promised_until = self.passed + 1, self.network.now + PROMISE_S
+                self._promised, self._promised_until = self.passed + 1, self.time + PROMISE_S
                 self.send(Promise(number=number, step=self._promised))
             case StopAt(step=step) if self._promised is not None:
                 self.stop_at, self._promised = step, self._promised if step else None

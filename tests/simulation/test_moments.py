@@ -246,3 +246,26 @@ def test_a_newcomer_that_has_gone_for_the_others_begins_again() -> None:
         news: dict[str, Any] = {"steps": 60, "interval": 2, "fragments": 2, "overlap": 0, "step_s": 2.5}
         ends = _ends(_with(_THREE, seed, *faults, **news))
         assert ends[4] == ["finished"] and ends[0] == ["killed", "finished"], seed
+
+
+def _lost(plan: Plan) -> set[int]:
+    """Regions that were lost, once or more often."""
+    world = World(plan)
+    world.run()
+    (run,) = world.coordinators[-1].runs.values()
+    return {each.region for decided in run.decisions for each in decided.decision.lost}
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_regions_that_stand_still_together_call_each_other_late_by_no_second_of_that(is_auto: bool) -> None:
+    """As on one host. An interval of two steps takes 1 to 3 s: awake, each waits for the other one for less than 3 s."""
+    two = Plan(seed=0, regions=2, steps=12, interval=2, overlap=0, grace_s=4.0, grace_is_auto=is_auto)
+    for seed, at in _moments(2.0, 8.0, 24):
+        freezes = Fault(at, "freeze", 0, seconds=6.0), Fault(at + 0.5, "freeze", 1, seconds=6.0)
+        assert not _lost(_with(two, seed, *freezes)), (seed, at)
+
+
+def test_whoever_has_waited_for_one_that_is_lost_counts_nobody_else_late() -> None:
+    three = Plan(seed=0, regions=3, steps=12, interval=2, overlap=0, grace_s=4.0, grace_is_auto=True)
+    for seed, at in _moments(2.0, 8.0, 24):
+        assert _lost(_with(three, seed, Fault(at, "freeze", 2, seconds=15.0))) <= {2}, (seed, at)

@@ -77,6 +77,7 @@ class Plan:
     overlap: int = 1
     step_s: float = 1.0
     grace_s: float | None = None
+    grace_is_auto: bool = False
     storage: bool = False
     faults: tuple[Fault, ...] = ()
 
@@ -122,6 +123,7 @@ class World:
             timeout_s=8.0,
             stuck_timeout_s=60.0,
             grace_s=plan.grace_s,
+            grace_is_auto=plan.grace_is_auto,
         )
         self.checks = Checks()
         self._number = 0
