@@ -56,7 +56,9 @@ class Actor:
         self.stood_still_s += frozen_s
         self.is_frozen = False
         waiting, self.waiting = self.waiting, []
-        if self.network.chances.random() < 0.5:  # what it has set a time for happens before it reads what came
+        if (
+            self.network.chances.random() < 0.5
+        ):  # what it has set a time for happens before it reads what came
             waiting.sort(key=lambda each: each[0])
         for number, (_, call) in enumerate(waiting):
             self.later(1e-6 * number, call)
@@ -144,7 +146,7 @@ class Network:
         self._number = 0
 
     def at(self, time: float, actor: Actor | None, call: Callable[[], None], comes: bool = False) -> None:
-        """Call at a time, if the actor lives then, and once it is not frozen. `comes`: because something comes from another one."""
+        """Call at a time, if the actor lives then, and once it is not frozen. `comes`: another one has sent something."""
         self._number += 1
         heapq.heappush(self._queue, (time, self._number, actor, comes, call))
 
