@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_cocodc import OuterOptimizer
@@ -53,6 +54,35 @@ def llama(
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).to(dtype)
+
+
+class Rows(Dataset):
+    """Rows that are told apart by their numbers: row i of the list holds `first + i`, or what `made` makes of that number."""
+
+    def __init__(self, count: int, first: int = 0, made: Callable[[int], Any] = torch.tensor) -> None:
+        self._numbers, self._made = range(first, first + count), made
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._made(self._numbers[index])
+
+
+class Stream(IterableDataset):
+    """Rows, in order."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._rows[index] for index in range(len(self._rows)))
+
+
+def tokens_from(first: int) -> dict[str, Tensor]:
+    """A row of 16 tokens that begins with this one."""
+    tokens = torch.arange(first, first + 16) % VOCAB
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def batch(region: int, step: int, size: int = 2, length: int = 16) -> Tensor:

@@ -89,8 +89,7 @@ def loop(
             accelerator.save_state(str(home / f"saved-{region}"))
         lr, count, verdict = schedule.get_last_lr()[0], outer.inner_step, outer.verdict
     facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": verdict, "why": outer.why}
-    weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])
-    torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
+    _keep(home, region, rank, model, **facts)
 
 
 class Slow(TrainerCallback):
@@ -142,10 +141,7 @@ def trainer(
     config = RegionConfig(min=least, run="elastic", **{"timeout_s": 10.0, **regions})
     callback, slow = CoCoDCCallback(METHODS[method], config), Slow(home, region, step_s)
     data = Tokens(64 + 8 * region)
-    journal = home / f"region-{region}.jsonl"
-    if not rank:
-        journal.unlink(missing_ok=True)
-        journal.symlink_to(home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl")
+    _link_journal(home, region, rank)
     made = (ShardedTrainer if is_sharded else Trainer)(
         model=llama(layers=2),
         args=args,
@@ -157,8 +153,7 @@ def trainer(
     assert callback.outer is not None
     facts = {"lr": made.lr_scheduler.get_last_lr()[0], "inner_step": made.state.global_step}
     facts |= {"began_at": slow.seen[0], "seen": slow.seen, "best": made.state.best_global_step}
-    weights = torch.cat([whole(param).detach().reshape(-1) for param in made.model.parameters()])
-    torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
+    _keep(home, region, rank, made.model, **facts)
 
 
 class Dealt(Trainer):
@@ -202,18 +197,36 @@ MICRO_BATCH_S = 0.04
 """Seconds of a micro-batch at a speed of 1."""
 
 
-def dealt_loop(
+def dealt(
     folder: str,
     steps: int,
     samples: int,
     speeds: Sequence[float],
     least: int,
+    has_trainer: bool = False,
     is_sharded: bool = False,
     balance: str = "auto",
 ) -> None:
-    """A plain loop, to which samples are dealt, in the order of the data."""
+    """Samples are dealt to regions of different speed, in the order of the data: to Trainer, or to a plain loop."""
     region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
     home = Path(folder)
+    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, balance=balance, shards="dealt")
+    micro_batch_s = MICRO_BATCH_S / speeds[region]
+    body = _dealt_to_trainer if has_trainer else _dealt_to_loop
+    model = body(home, region, rank, steps, Numbered(samples), config, micro_batch_s, is_sharded)
+    _keep(home, region, rank, model)
+
+
+def _dealt_to_loop(
+    home: Path,
+    region: int,
+    rank: int,
+    steps: int,
+    data: Numbered,
+    config: RegionConfig,
+    micro_batch_s: float,
+    is_sharded: bool,
+) -> Any:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     if is_sharded:
         shard(accelerator)
@@ -221,8 +234,7 @@ def dealt_loop(
     model = llama(layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(Numbered(samples), batch_size=1))
-    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, balance=balance, shards="dealt")
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=1))
     journal = home / f"region-{region}.jsonl"
     with OuterOptimizer(
         accelerator, model, optimizer, METHODS["diloco"], config, max_steps=steps, journal=journal
@@ -230,29 +242,26 @@ def dealt_loop(
         for inputs in outer.batches(loader):
             if not rank:
                 (home / f"step-{region}").write_text(str(outer.inner_step))
-            take_time(home, MICRO_BATCH_S / speeds[region])
+            take_time(home, micro_batch_s)
             write_samples(home / f"samples-{region}.txt", outer, inputs.pop("number"))
             with accelerator.accumulate(model):
                 accelerator.backward(model(**inputs).loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 outer.step()
-    weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])
-    torch.save({"weights": weights}, home / f"{_name(region, rank)}.pt")
+    return model
 
 
-def dealt(
-    folder: str,
+def _dealt_to_trainer(
+    home: Path,
+    region: int,
+    rank: int,
     steps: int,
-    samples: int,
-    speeds: Sequence[float],
-    least: int,
-    is_sharded: bool = False,
-    balance: str = "auto",
-) -> None:
-    """Trainer, whose samples are dealt to regions of different speed, in the order of the data."""
-    region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
-    home = Path(folder)
+    data: Numbered,
+    config: RegionConfig,
+    micro_batch_s: float,
+    is_sharded: bool,
+) -> Any:
     args = TrainingArguments(
         output_dir=str(home / "out"),
         max_steps=steps,
@@ -267,24 +276,32 @@ def dealt(
         dataloader_pin_memory=False,
         use_cpu=True,
     )
-    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, balance=balance, shards="dealt")
-    callback, slow = CoCoDCCallback(METHODS["diloco"], config), Slow(home, region, 0.0)
+    _link_journal(home, region, rank)
+    made = (ShardedDealt if is_sharded else Dealt)(
+        home,
+        region,
+        micro_batch_s,
+        model=llama(layers=2),
+        args=args,
+        train_dataset=data,
+        callbacks=[CoCoDCCallback(METHODS["diloco"], config), Slow(home, region, 0.0)],
+    )
+    made.train()
+    return made.model
+
+
+def _link_journal(home: Path, region: int, rank: int) -> None:
+    """Name Trainer's journal as a loop names its own."""
     journal = home / f"region-{region}.jsonl"
     if not rank:
         journal.unlink(missing_ok=True)
         journal.symlink_to(home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl")
-    made = (ShardedDealt if is_sharded else Dealt)(
-        home,
-        region,
-        MICRO_BATCH_S / speeds[region],
-        model=llama(layers=2),
-        args=args,
-        train_dataset=Numbered(samples),
-        callbacks=[callback, slow],
-    )
-    made.train()
-    weights = torch.cat([whole(param).detach().reshape(-1) for param in made.model.parameters()])
-    torch.save({"weights": weights}, home / f"{_name(region, rank)}.pt")
+
+
+def _keep(home: Path, region: int, rank: int, model: Any, **facts: Any) -> None:
+    """Write down with what a rank has ended."""
+    weights = torch.cat([whole(param).detach().reshape(-1) for param in model.parameters()])
+    torch.save({"weights": weights, **facts}, home / f"{_name(region, rank)}.pt")
 
 
 def take_time(home: Path, step_s: float) -> None:

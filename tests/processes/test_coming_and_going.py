@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.report.runs import read_run
 from tests.coordinator.regions import ask
-from tests.processes.coming_worker import HURRY, dealt, dealt_loop, events, loop, step_of, trainer
+from tests.processes.coming_worker import HURRY, dealt, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, rank_env, region_env, torch_master, wait_until
 from tests.processes.pausing_worker import pausing
@@ -99,6 +100,18 @@ class Run:
         for process in self._ranks[region]:
             assert process.pid is not None
             os.kill(process.pid, number)
+
+    def wait_until_shown(self, samples: int) -> None:
+        """Until `hf-cocodc status` shows shares that add up to so many samples, and how regions agree."""
+
+        def is_shown() -> bool:
+            [state] = status(self.coordinator.address, None, None, 5.0)
+            return (
+                state["cosine"] is not None
+                and sum(each["samples"] or 0 for each in state["members"]) == samples
+            )
+
+        wait_until(is_shown, self.processes[0], self.log(0))
 
     def wait_until_members(self, members: list[int], region: int) -> None:
         """Until these regions take part, as this one sees it."""
@@ -552,13 +565,15 @@ def lose_and_bring_back(run: Run, *regions: int) -> None:
         run.wait_for_step(others[0], step_of(run.folder, others[0]) + 9)
 
 
-CHURNED = [(dealt_loop, 1, False), (dealt, 1, False), (dealt_loop, 2, True)]
+CHURNED = [(False, 1, False), (True, 1, False), (False, 2, True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("body", "ranks", "is_sharded"), CHURNED, ids=["loop", "trainer", "loop-fsdp2"])
+@pytest.mark.parametrize(
+    ("has_trainer", "ranks", "is_sharded"), CHURNED, ids=["loop", "trainer", "loop-fsdp2"]
+)
 def test_every_row_is_read_once_whatever_regions_come_and_go(
-    body: Callable[..., None], ranks: int, is_sharded: bool, tmp_path: Path
+    has_trainer: bool, ranks: int, is_sharded: bool, tmp_path: Path
 ) -> None:
     """Regions of different speed share a global batch, and 150 rows, pass after pass. They are killed, two of three at once, and
     come back. Counted is what they have really trained, micro-batch by micro-batch.
@@ -569,9 +584,11 @@ def test_every_row_is_read_once_whatever_regions_come_and_go(
     """
     interval, rows = 4, 150
     regions, losses = (2, [(1,), (0,)]) if is_sharded else (3, [(2,), (0, 1)])
-    run = Run(tmp_path, regions, body, 1000, rows, (3.0, 1.0, 2.0), 1, ranks=ranks, is_sharded=is_sharded)
+    how = {"has_trainer": has_trainer, "is_sharded": is_sharded}
+    run = Run(tmp_path, regions, dealt, 1000, rows, (3.0, 1.0, 2.0), 1, ranks=ranks, **how)
     for lost in losses:
         lose_and_bring_back(run, *lost)
+    run.wait_until_shown(4 * ranks * regions)
     for region in range(regions):
         run.kill(region)
     landings = {
@@ -619,12 +636,13 @@ def test_every_row_is_read_once_whatever_regions_come_and_go(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("body", [dealt_loop, dealt])
+@pytest.mark.parametrize("has_trainer", [False, True], ids=["loop", "trainer"])
 def test_ranks_of_a_region_share_what_it_is_dealt(
-    body: Callable[..., None], is_sharded: bool, tmp_path: Path
+    has_trainer: bool, is_sharded: bool, tmp_path: Path
 ) -> None:
     """Two regions of two ranks, one much faster: every sample is trained once."""
-    run = Run(tmp_path, 2, body, 16, 4000, (8.0, 0.25), 1, ranks=2, is_sharded=is_sharded)
+    how = {"has_trainer": has_trainer, "is_sharded": is_sharded}
+    run = Run(tmp_path, 2, dealt, 16, 4000, (8.0, 0.25), 1, ranks=2, **how)
     for region in range(2):
         for process in run._ranks[region]:
             process.join(TIMEOUT_S)

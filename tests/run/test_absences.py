@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import InputError
@@ -18,22 +18,11 @@ from hf_cocodc.link.lockstep import Absence, LockstepLink, VirtualLink, run_in_l
 from hf_cocodc.parts.deal import Portion
 from hf_cocodc.run.journal import read
 from hf_cocodc.tools.report.runs import read_run
-from tests.toys import Blocks
+from tests.toys import Blocks, Rows
 
 STEPS, INTERVAL, ACCUMULATE = 40, 4, 4
 PLAIN = OuterConfig(sync_interval=INTERVAL, outer_lr=1.0, outer_momentum=0.0)
 LR = 0.01
-
-
-class Numbers(Dataset):
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Trained:
@@ -57,7 +46,7 @@ def train(
 ) -> Trained:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = Blocks([torch.zeros(1)] * 4)
-    loader = DataLoader(Numbers(rows), batch_size=1, shuffle=True)
+    loader = DataLoader(Rows(rows), batch_size=1, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)

@@ -8,35 +8,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, region_shard
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
-from tests.toys import Blocks
+from tests.toys import Blocks, Rows, Stream
 
 STEPS, INTERVAL, ACCUMULATE, MICRO_BATCH, ROWS = 12, 3, 4, 2, 44
 LINK = VirtualLink(step_time_s=1.0, latency_s=0.01, bandwidth=1e9, speeds=(3.0, 1.0))
-
-
-class Rows(Dataset):
-    """Row i is i + first."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index + self._first)
-
-
-class Stream(IterableDataset):
-    """The rows, in order."""
-
-    def __iter__(self) -> Any:
-        return iter(torch.arange(ROWS))
 
 
 class Read:
@@ -70,7 +50,7 @@ def train(
     """An ordinary loop with `accumulate`. Not if it `counts` nothing: it then makes an inner step of each micro-batch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = Blocks([torch.zeros(1)])
-    data = Rows() if data is None else data
+    data = Rows(ROWS) if data is None else data
     options = options or {"shuffle": shuffle, "batch_size": MICRO_BATCH}
     loader = DataLoader(data, num_workers=num_workers, **options)
     model, optimizer, loader = accelerator.prepare(
@@ -141,7 +121,7 @@ def test_a_region_reads_its_own_part_pass_after_pass(balance: str) -> None:
     """As much of it as its speed allows."""
 
     def body(region: int, link: LockstepLink) -> Read:
-        data = region_shard(Rows(), region, 2)
+        data = region_shard(Rows(ROWS), region, 2)
         return train(region, link, RegionConfig(balance=balance), data=data)
 
     for region, found in enumerate(run_in_lockstep(2, body, LINK)):
@@ -175,27 +155,27 @@ def test_what_worker_processes_have_read_ahead_is_not_trained() -> None:
 def test_region_shard_leaves_a_dealt_dataset_whole() -> None:
     """A script that asks for its part trains in both kinds of run. A stream cannot be dealt."""
     config = RegionConfig(region=1, count=3, shards="dealt")
-    data = Rows()
+    data = Rows(ROWS)
     assert region_shard(data, config) is data
     with pytest.raises(InputError, match=r"regions\.shards=dealt.*a stream has none"):
-        region_shard(Stream(), config)
+        region_shard(Stream(Rows(ROWS)), config)
 
 
 DEALT = RegionConfig(shards="dealt")
 REFUSED = {
     "the loader itself": ({"reads_loader": True}, r"this loop reads others.*outer\.batches\(loader\)"),
     "another loader": ({"other_loader": True}, r"first dataloader that accelerator\.prepare has returned"),
-    "a stream": ({"data": Stream(), "batch_size": 2}, r"a stream, whose samples have no numbers"),
+    "a stream": ({"data": Stream(Rows(ROWS)), "batch_size": 2}, r"a stream, whose samples have no numbers"),
     "a sampler": (
         {"batch_size": 2, "sampler": torch.utils.data.WeightedRandomSampler([1.0] * ROWS, ROWS)},
         "its samples come from WeightedRandomSampler",
     ),
     "some of the samples": (
-        {"batch_size": 2, "sampler": torch.utils.data.RandomSampler(Rows(), num_samples=4)},
+        {"batch_size": 2, "sampler": torch.utils.data.RandomSampler(Rows(ROWS), num_samples=4)},
         "its samples come from RandomSampler",
     ),
     "a batch sampler": (
-        {"batch_sampler": type("Own", (BatchSampler,), {})(SequentialSampler(Rows()), 2, False)},
+        {"batch_sampler": type("Own", (BatchSampler,), {})(SequentialSampler(Rows(ROWS)), 2, False)},
         "its batches come from Own",
     ),
     "no accumulate": (
@@ -212,7 +192,7 @@ def test_a_loop_that_would_read_other_samples_is_refused(what: str) -> None:
         both(DEALT, **options)
 
 
-@pytest.mark.parametrize("differs", [{"shuffle": True}, {"data": Rows(first=1)}])
+@pytest.mark.parametrize("differs", [{"shuffle": True}, {"data": Rows(ROWS, 1)}])
 def test_regions_that_would_number_samples_differently_do_not_begin(differs: dict[str, Any]) -> None:
     def body(region: int, link: LockstepLink) -> Read:
         return train(region, link, DEALT, **{"shuffle": False, **(differs if region else {})})

@@ -9,38 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.lockstep import Absence, LockstepLink, VirtualLink, loopback, run_in_lockstep
-from tests.toys import llama, params_of
+from tests.toys import Rows, Stream, llama, params_of, tokens_from
 
 STEPS, INTERVAL, ACCUMULATE, MICRO_BATCH, ROWS = 12, 3, 4, 2, 44
 LINK = VirtualLink(step_time_s=1.0, latency_s=0.01, bandwidth=1e9, speeds=(3.0, 1.0))
-
-
-class Rows(Dataset):
-    """Row i begins with the token i."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(index + self._first, index + self._first + 16) % 64
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class Stream(IterableDataset):
-    """The rows, in order."""
-
-    def __iter__(self) -> Any:
-        rows = Rows()
-        return (rows[index] for index in range(ROWS))
 
 
 class Noting(Trainer):
@@ -94,14 +71,15 @@ def train(
         include_num_input_tokens_seen="all",
         **{"save_strategy": "no", **options},
     )
-    data = data if data is not None else Stream() if stream else Rows()
+    rows = Rows(ROWS, made=tokens_from)
+    data = data if data is not None else Stream(rows) if stream else rows
     model = llama(layers=2, dropout=dropout)
     callback = CoCoDCCallback(
         OuterConfig(sync_interval=INTERVAL, weights=weights),
         RegionConfig(balance=balance, shards=shards, min=least),
         link=link,
     )
-    held_out = {"eval_dataset": Rows()} if evaluates else {}
+    held_out = {"eval_dataset": rows} if evaluates else {}
     trainer = Noting(model, args, train_dataset=data, callbacks=[callback], **held_out)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
@@ -237,7 +215,7 @@ def test_data_that_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
         both(tmp_path, shards="dealt", train_sampling_strategy="group_by_length")
 
     def body(region: int, link: LockstepLink) -> Noting:
-        return train(tmp_path, region, link, shards="dealt", data=Rows(first=region))
+        return train(tmp_path, region, link, shards="dealt", data=Rows(ROWS, region, tokens_from))
 
     with pytest.raises(HandshakeError, match=r"data\.order"):
         run_in_lockstep(2, body, LINK)
