@@ -121,7 +121,16 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     )
     of = "" if state["max_steps"] is None else f" of {state['max_steps']}"
     rows.append(f"step        {step}{of}; {last}")
-    return rows + [_of_member(member) for member in members] + [_of_lost(each) for each in state["lost"]]
+    if state["cosine"] is not None:
+        rows.append(
+            f"agreement   cosine {state['cosine']:.2f} of the regions' outer gradients at the last landing"
+        )
+    samples = sum(member["samples"] or 0 for member in members)
+    return [
+        *rows,
+        *(_of_member(member, samples) for member in members),
+        *(_of_lost(each) for each in state["lost"]),
+    ]
 
 
 def _rule(state: dict[str, Any]) -> str:
@@ -132,8 +141,11 @@ def _rule(state: dict[str, Any]) -> str:
     return f"{below}; at least {state['least']} train, at most {state['most']} take part"
 
 
-def _of_member(member: dict[str, Any]) -> str:
+def _of_member(member: dict[str, Any], samples: int) -> str:
+    """A region that takes part; its share of so many `samples` of all regions in an inner step, if it was dealt one."""
     words = [f"step {member['step']}" + (f" ({member['behind']} behind)" if member["behind"] else "")]
+    if member["samples"] is not None:
+        words.append(f"{member['samples']} of {samples} samples a step")
     if member["awaits"] is not None:
         words.append(f"waits for region {member['awaits']}")
     if member["moved_s"] >= STILL_S:

@@ -16,7 +16,7 @@ from ..net.members import Member, Whereabouts
 from ..settings.regions import MOST_REGIONS
 from ..validation import MOST
 
-PROTOCOL = 30
+PROTOCOL = 31
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 _T = TypeVar("_T")
 Whole = Annotated[int, Meta(ge=-1, le=MOST)]
@@ -173,6 +173,8 @@ class Beat(ControlMessage, frozen=True, kw_only=True):
         members: who takes part, as it knows; empty while it is a newcomer.
         landed_at: inner step of the last landing, `landed_s` seconds ago; -1 before.
         max_steps: inner steps of the run; 0 if unknown.
+        cosine: how well the outer gradients of the regions agreed at that landing; None if that is unknown.
+        samples: of an inner step, as the regions have dealt them (`parts.deal`); 0 where each keeps its own batch.
     """
 
     step: Whole = 0
@@ -188,6 +190,8 @@ class Beat(ControlMessage, frozen=True, kw_only=True):
     landed_at: Whole = -1
     landed_s: Real = 0.0
     max_steps: Whole = 0
+    cosine: Real | None = None
+    samples: Whole = 0
 
 
 class Report(ControlMessage, frozen=True, kw_only=True):

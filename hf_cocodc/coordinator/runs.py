@@ -216,6 +216,7 @@ def overview(
         "most": state.terms.most,
         "max_steps": max((seat.beat.max_steps for seat in seats.values()), default=0) or None,
         "landed_at": newest.beat.landed_at if newest and has_landed else None,
+        "cosine": newest.beat.cosine if newest and has_landed else None,
         "landed_s": newest.beat.landed_s + now - newest.beat_at if newest and has_landed else 0.0,
         "ended": state.ended
         and {"how": state.ended.how, "step": state.ended.step, "place": state.ended.place},
@@ -251,6 +252,7 @@ def _member(
         "step": 0 if seat is None else seat.beat.step,
         "behind": 0 if seat is None else _behind(seat, seats, now),
         "moved_s": 0.0 if seat is None else now - seat.moved_at,
+        "samples": None if seat is None else seat.beat.samples or None,
         "awaits": None if seat is None else seat.beat.awaits,
         "doing": doing,
         "heard_s": None if seat is None else now - seat.heard_at,

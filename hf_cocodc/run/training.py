@@ -25,6 +25,7 @@ from ..link.base import Link
 from ..link.group import main_says
 from ..link.ranks import SharedLink
 from ..link.records import NOTHING_TO_SAY, Ending, Words
+from ..parts.deal import FIXED, PER_REGION
 from ..parts.fragments import Fragment
 from ..parts.tensors.memory import HOST
 from ..resolve import from_config, guard_of, settings
@@ -154,6 +155,8 @@ class Training:
             self.inner.copies.landed()
         self._recover(has_landed=words is not None)
         self._take_share()
+        if words is not None:
+            self._show_landing()
         self.endings.after_step(self.inner_step, words)
         if self.endings.verdict is None:
             self.stop_if_lost(words)
@@ -218,6 +221,14 @@ class Training:
         if dealt != self.micro_batches:
             self.micro_batches = dealt
             self.loop.deal(dealt)
+
+    def _show_landing(self) -> None:
+        """Let `hf-cocodc status` know how regions agree, and the share that was dealt to this one."""
+        if self.session is not None:
+            samples = self.engine.portion.samples if self.rule_of_batch in (FIXED, PER_REGION) else 0
+            cosine = self.engine.report.get("cosine")
+            link = self.session.link
+            link.beat = structs.replace(link.beat, cosine=cosine, samples=samples)
 
     def stop_if_lost(self, words: Words | None) -> bool:
         """Stop here, where a landing shows that a region is lost and that ends the run; returns whether it is so. All others come

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hf_cocodc.cli import leave, status
 from hf_cocodc.cli.main import main
 from hf_cocodc.cli.status import lines
 from hf_cocodc.coordinator.client import status as runs_at
-from hf_cocodc.coordinator.messages import Bye, Heard, LeaveNow
+from hf_cocodc.coordinator.messages import Beat, Bye, Heard, LeaveNow
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.run.training import Training
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
 
 
@@ -33,7 +35,7 @@ def begun(address: str, name: str, count: int = 3, elastic: bool = True) -> list
 
 
 def member(region: int, step: int, **more: Any) -> dict[str, Any]:
-    quiet = {"behind": 0, "moved_s": 0.4, "awaits": None, "doing": "", "heard_s": 0.1}
+    quiet = {"behind": 0, "moved_s": 0.4, "samples": None, "awaits": None, "doing": "", "heard_s": 0.1}
     return {"region": region, "ticket": region, "address": "10.0.0.1", "step": step, **quiet, **more}
 
 
@@ -58,6 +60,7 @@ RUN: dict[str, Any] = {
     "max_steps": 800,
     "landed_at": 400,
     "landed_s": 1.0,
+    "cosine": None,
     "ended": None,
 }
 
@@ -75,6 +78,27 @@ def test_status_shows_lag_waits_and_donors() -> None:
     few = {**RUN, "members": RUN["members"][:1], "landed_at": None, "max_steps": None}
     assert lines(few)[1].startswith("regions     1 (training waits for others);")
     assert lines(few)[2] == "step        412; nothing has landed yet"
+
+
+def test_status_shows_how_regions_agree_and_what_was_dealt() -> None:
+    """A region that has come in since the last landing has no share yet."""
+    members = [member(0, 412, samples=12), member(1, 412, samples=4), member(2, 411)]
+    assert lines({**RUN, "cosine": 0.4142, "members": members})[3:] == [
+        "agreement   cosine 0.41 of the regions' outer gradients at the last landing",
+        "region 0    step 412, 12 of 16 samples a step  [10.0.0.1]",
+        "region 1    step 412, 4 of 16 samples a step  [10.0.0.1]",
+        "region 2    step 411  [10.0.0.1]",
+    ]
+
+
+@pytest.mark.parametrize(("rule", "samples"), [("fixed", 12), ("per_region", 12), ("own", 0), (None, 0)])
+def test_a_region_says_what_has_landed(rule: str | None, samples: int) -> None:
+    """Its share only where regions divide the samples of a step by their speeds."""
+    link = SimpleNamespace(beat=Beat(max_steps=40))
+    engine = SimpleNamespace(portion=SimpleNamespace(samples=12), report={"cosine": 0.5})
+    training: Any = SimpleNamespace(session=SimpleNamespace(link=link), engine=engine, rule_of_batch=rule)
+    Training._show_landing(training)
+    assert link.beat == Beat(max_steps=40, cosine=0.5, samples=samples)
 
 
 def test_status_shows_who_is_lost() -> None:
@@ -111,6 +135,13 @@ def test_status_of_the_runs_at_a_coordinator(
 ) -> None:
     """Of all of them, or of one; as JSON, too."""
     regions = [*begun(address, "mine"), *begun(address, "other")]
+    regions[0].shows = {"landed_at": 28, "cosine": 0.7, "samples": 6}
+    regions[1].shows = {"landed_at": 30, "cosine": -0.25, "samples": 2}
+    wait_until(
+        lambda: (
+            {each["samples"] for each in runs_at(address, None, "mine", 5.0)[0]["members"]} == {6, 2, None}
+        )
+    )
     regions[1].step = 32
     wait_until(lambda: runs_at(address, None, "mine", 5.0)[0]["members"][1]["step"] == 32)
     assert main(["status", "--coordinator", address]) == 0
@@ -126,6 +157,8 @@ def test_status_of_the_runs_at_a_coordinator(
     assert json.loads(file.read_text())[0]["name"] == "mine"
     assert "run         mine\n" in capsys.readouterr().out
     assert (figures["name"], figures["epoch"], figures["phase"]) == ("mine", 0, "trains")
+    assert (figures["landed_at"], figures["cosine"]) == (30, -0.25)
+    assert [each["samples"] for each in figures["members"]] == [6, 2, None]
     assert [each["address"] for each in figures["members"]] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
     assert main(["leave", "--coordinator", address, "--region", "2"]) == 2
     assert "several runs train at" in capsys.readouterr().err

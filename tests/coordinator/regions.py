@@ -40,6 +40,7 @@ class Region:
     Attributes:
         heard: messages of the coordinator, in order.
         losses, changes: what it says in its heartbeats, and when it comes back.
+        shows: more that it says in its heartbeats.
     """
 
     client: Client
@@ -51,6 +52,7 @@ class Region:
     changes: int = 0
     step: int = 0
     waits_for: int | None = None
+    shows: dict[str, Any] = field(default_factory=dict)
     beats: int = 0
     aways: int = 0
 
@@ -79,6 +81,7 @@ class Region:
             members=() if self.welcome.joins else members,
             awaits=self.waits_for,
             op=1,
+            **self.shows,
         )
 
     def _back(self) -> Back:
