@@ -23,11 +23,14 @@ class MemberChange:
 
 @dataclass(frozen=True)
 class _Notice:
-    """What one journal says: these are the members from `step` on."""
+    """What one journal says: these are the members from `step` on. `began_at`: the step of its newest start or resume, whose
+    first notice `begins`, if nothing was trained meanwhile.
+    """
 
     step: int
     epoch: int
     members: tuple[int, ...]
+    began_at: int
     begins: bool
 
 
@@ -47,7 +50,8 @@ def changes(runs: Sequence[Events]) -> list[MemberChange]:
     }
     notices = sorted(
         (each for run in runs for each in _notices(run)),
-        key=lambda each: (each.step, not each.begins, each.epoch),
+        # a loss that ended a run comes before the resume from its step
+        key=lambda each: (each.step, each.began_at, not each.begins, each.epoch),
     )
     history = _by_number(runs, notices[0].step if notices else math.inf)
     for each in notices:
@@ -154,11 +158,14 @@ def sentence(history: Sequence[MemberChange]) -> str:
 
 
 def _notices(run: Events) -> Iterator[_Notice]:
-    begins = False
+    began_at, begins = 0, False
     for event in run:
-        if event["kind"] == "epoch":
-            yield _Notice(event["step"], event["epoch"], tuple(event["members"]), begins)
-        begins = event["kind"] in BEGINNINGS or (begins and event["kind"] == "note")
+        if event["kind"] in BEGINNINGS:
+            began_at, begins = event["step"], True
+        elif event["kind"] == "epoch":
+            begins = begins and event["step"] == began_at
+            yield _Notice(event["step"], event["epoch"], tuple(event["members"]), began_at, begins)
+            begins = False
 
 
 def own_absences(run: Events) -> Iterator[tuple[int, int]]:

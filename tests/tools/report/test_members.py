@@ -110,6 +110,8 @@ def test_a_run_that_is_resumed_counts_its_epochs_anew() -> None:
     after = [
         event("resume", 200, region=0),
         event("note", 200, message="m"),
+        event("ways", 200, ways={"1": "direct"}),
+        event("link", 200, link="tcp", why=""),
         epoch(0, 200, 0, 1),
         epoch(1, 250, 0),
     ]
@@ -148,3 +150,11 @@ def test_a_resumed_run_counts_its_changes_anew() -> None:
         found = changes([journal(0, *before, *after)])
         assert found[3:-1] == change
         assert (found[-1].step, found[-1].members) == (400, (0,))
+
+
+def test_a_run_that_a_loss_has_ended_goes_on_with_all() -> None:
+    """From the step of the loss, whose line is not dropped: it is not behind that step."""
+    after = (event("resume", 50, region=0), epoch(0, 50, *ALL), epoch(1, 70, 0, 1, 2))
+    found = changes([journal(0, epoch(1, 50, 0, 1, 2), *after)])
+    assert [(each.step, each.members) for each in found[1:]] == [(50, (0, 1, 2)), (50, ALL), (70, (0, 1, 2))]
+    assert spans(found, 80)[3] == [(0, 70)]
