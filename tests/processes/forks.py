@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
+import runpy
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.commands.launch import launch_command_parser
 from torch.distributed import TCPStore
 
 from hf_cocodc.coordinator.server import serve_in_thread
-from tests.processes.launching import environment, outcomes
+from tests.processes.launching import ROOT, environment, outcomes
 
 TIMEOUT_S = 90
 PRELOADED = ["pytest", "tests.processes.worker"]
@@ -38,14 +42,14 @@ def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> Proces
 
 
 def fork_regions(
-    body: Callable[..., None], ranks: int | Sequence[int], arguments: list[Any], folder: Path
+    body: Callable[..., None], ranks: int | Sequence[int], arguments: list[Any], folder: Path, **env: str
 ) -> dict[str, dict]:
     """What `run_regions` gives of a worker's `body`, in two regions, without its launchers: quicker by far."""
     store, masters = serve_in_thread(), [torch_master() for _ in range(2)]
     sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
     log = folder / "log.txt"
     processes = [
-        fork(body, *arguments, log=log, **region_env(store, region), **rank_env(master, rank, size))
+        fork(body, *arguments, log=log, **region_env(store, region), **rank_env(master, rank, size), **env)
         for region, (master, size) in enumerate(zip(masters, sizes, strict=True))
         for rank in range(size)
     ]
@@ -53,6 +57,28 @@ def fork_regions(
         process.join(TIMEOUT_S)
         assert process.exitcode == 0, log.read_text()[-4000:]
     return outcomes(folder)
+
+
+def run_recipe(
+    recipe: str, flags: Sequence[str], folder: Path, change: Callable[[str], str] = lambda line: line
+) -> None:
+    """Run a script by the lines of its docstring, each changed by `change`, with flags of ours: what accelerate would launch."""
+    text = (ROOT / recipe).read_text(encoding="utf-8")
+    [exports] = re.findall(r"^    export (.+)$", text, re.MULTILINE)
+    env = dict(setting.split("=") for setting in exports.split())
+    assert env.pop("HF_COCODC_REGIONS") == "2" and env.pop("HF_COCODC_COORDINATOR").startswith("127.0.0.1:")
+    lines = re.findall(r"^    HF_COCODC_REGION=(\d) accelerate launch (.+)$", text, re.MULTILINE)
+    launches = [launch_command_parser().parse_args(shlex.split(change(line))) for _, line in lines]
+    assert [region for region, _ in lines] == ["0", "1"]
+    assert {each.training_script for each in launches} == {recipe}
+    words = [str(ROOT / recipe), *launches[0].training_script_args, *flags]
+    fork_regions(_run_script, [each.num_processes or 1 for each in launches], [words], folder, **env)
+
+
+def _run_script(words: list[str]) -> None:
+    os.chdir(ROOT)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def torch_master() -> TCPStore:

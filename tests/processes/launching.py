@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +39,18 @@ def environment(**more: str) -> dict[str, str]:
     common = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_COCODC")}
     return {**kept, **common, **more}
+
+
+def little_text(folder: Path, length: int | None = None) -> list[str]:
+    """Settings of a recipe that train on a little text in `folder`. The standard library takes each region seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.txt").write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:length])
+    return ["data.builtin=null", f"data.path={folder}"]
+
+
+def flags(settings: Sequence[str]) -> list[str]:
+    """Settings as a command takes them."""
+    return [word for each in settings for word in ("--set", each)]
 
 
 def run_all(commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
@@ -80,22 +91,6 @@ def run_regions(
         ]
     )
     return outcomes(folder)
-
-
-def run_recipe(recipe: str, flags: Sequence[str], change: Callable[[str], str] = lambda line: line) -> None:
-    """Run a script by the lines of its docstring, each changed by `change`, with flags of ours and a coordinator of our own."""
-    text = (ROOT / recipe).read_text(encoding="utf-8")
-    [exports] = re.findall(r"^    export (.+)$", text, re.MULTILINE)
-    lines = re.findall(r"^    (HF_COCODC_REGION=\d) accelerate launch (.+)$", text, re.MULTILINE)
-    assert len(lines) == 2
-    coordinator = serve_in_thread("127.0.0.1")
-    commands = []
-    for region, line in lines:
-        env = dict(setting.split("=") for setting in [region, *exports.split()])
-        env["HF_COCODC_COORDINATOR"] = f"127.0.0.1:{coordinator.port}"
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(change(line))]
-        commands.append(([*launcher, *flags], environment(**env)))
-    run_all(commands)
 
 
 def outcomes(folder: Path) -> dict[str, dict]:

@@ -23,8 +23,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.connect import connect
 from tests.processes import pipeline_worker
-from tests.processes.forks import fork_regions
-from tests.processes.launching import ROOT, run_recipe
+from tests.processes.forks import fork_regions, run_recipe
 from tests.processes.pipeline_worker import DILOCO, EAGER, MAX_NORM, MICROBATCHES, STEPS, rows_of
 from tests.toys import llama
 
@@ -190,18 +189,16 @@ def launch(output: Path, *flags: str, unpipelined: bool = False) -> list[dict[st
         assert stages in line
         return line.replace(stages, stage) if unpipelined else line
 
-    run_recipe("recipes/pipeline/train_stages.py", ["--output_dir", str(output), *flags], change)
+    output.mkdir(exist_ok=True)
+    run_recipe("recipes/pipeline/train_stages.py", ["--output_dir", str(output), *flags], output, change)
     found = [AutoModelForCausalLM.from_pretrained(output / f"region-{region}") for region in range(REGIONS)]
     return [model.state_dict() for model in found]
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_pipelined_and_not_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_trains_pipelined_and_not_and_resumes(tmp_path: Path) -> None:
     """By its docstring's lines: both regions end with one model, and two stages a region with that of one; once more from a
     checkpoint, in new processes, with the same bits."""
-    monkeypatch.chdir(ROOT)
     flags = ["--max_steps", "7", "--outer_sync_interval", "3", "--save_steps", "4"]
     first, second = launch(tmp_path / "two", *flags)
     alone, _ = launch(tmp_path / "one", *flags, unpipelined=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_cocodc import CoCoDCCallback, region_shard, simulate
 from hf_cocodc.link.base import Link
 from hf_cocodc.training.data import byte_tokenizer
-from tests.processes.launching import ROOT, run_recipe
+from tests.processes.forks import run_recipe
 from tests.trainer.test_training_variants import CONFIG, STEPS, trained_params
 
 pytestmark = [
@@ -91,9 +91,8 @@ def test_sft_across_regions(way: str, tmp_path: Path) -> None:
     assert torch.equal(simulate(body, regions=2)[0][0], whole[0][0])
 
 
-def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     """By its docstring's lines: both regions end with one model."""
-    monkeypatch.chdir(ROOT)
     few = [
         "--max_steps",
         "7",
@@ -104,6 +103,6 @@ def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "--output_dir",
         str(tmp_path),
     ]
-    run_recipe("recipes/trl/sft.py", few)
+    run_recipe("recipes/trl/sft.py", few, tmp_path)
     first, second = (tmp_path / f"region-{region}" / "model.safetensors" for region in range(2))
     assert first.read_bytes() == second.read_bytes()
