@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +21,7 @@ from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training.preflight import check
+from tests.processes.launching import flags, little_text
 from tests.toys import Blocks
 
 ROOT = Path(__file__).parents[2]
@@ -143,18 +144,17 @@ def test_a_checkpoint_names_it(tutorial: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_script_runs_as_it_stands(tutorial: Path) -> None:
+def test_its_script_runs_as_it_stands(tutorial: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`python try_signs.py`: two regions end with the same model."""
-    ended = subprocess.run([sys.executable, "try_signs.py"], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "outer/loss" in ended.stdout
+    runpy.run_path("try_signs.py", run_name="__main__")
+    assert "outer/loss" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_command_trains_its_recipe(tutorial: Path) -> None:
+def test_the_command_trains_its_recipe(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two regions as processes, started by the command: the module is found where the command runs."""
-    sets = [part for each in SHORT for part in ("--set", each)]
-    assert main(["train", "signs.yaml", *sets]) == 0
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tutorial / "cache"))
+    assert main(["train", "signs.yaml", *flags([*SHORT, *little_text(tutorial / "text")])]) == 0
     folder = tutorial / "runs" / "signs"
     start, *_ = read(folder / "region-1" / "cocodc" / "journal.jsonl")
     assert (start["outer"]["method"], start["outer"]["options.block"]) == ("signs:ef_signs", 128)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
@@ -35,6 +36,7 @@ from hf_cocodc.training.starter import starter
 from hf_cocodc.training.train import run
 from tests.matrix import arguments
 from tests.processes.forks import TIMEOUT_S, fork
+from tests.processes.launching import little_text
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama, params_of
 
@@ -269,9 +271,13 @@ def test_what_muon_does_not_take_is_refused(given: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_with_it_and_regions_compare_it(tmp_path: Path) -> None:
+def test_a_recipe_trains_with_it_and_regions_compare_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both regions end with one model, which AdamW would not have found; with different optimizers they refuse."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     short = [*SHORT, "training.max_steps=4", "outer.sync_interval=2", f"training.output_dir={tmp_path}"]
+    short += little_text(tmp_path / "text")
     first, second = simulate("quickstart/muloco", overrides=short)
     assert isinstance(first.optimizer.optimizer, MuonAdamW)
     assert torch.equal(params_of(first.model), params_of(second.model))

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from hf_cocodc.run.journal import read
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training.preflight import check
+from tests.processes.launching import little_text
 from tests.toys import with_known_names
 
 ROOT = Path(__file__).parents[2]
@@ -126,9 +128,11 @@ def test_the_messages_of_the_troubleshooting_are_the_codes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", known())
-def test_every_quickstart_trains(name: str, tmp_path: Path) -> None:
+def test_every_quickstart_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps of each method's recipe: all regions end with the same model, and the journal tells of every landing."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     overrides = [*SHORT, "outer.sync_interval=4", "training.max_steps=9", "data.block_size=32"]
+    overrides += little_text(tmp_path / "text")
     overrides += [
         "training.eval_strategy=no",
         "training.eval_on_start=false",

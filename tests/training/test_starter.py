@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
@@ -22,6 +23,7 @@ from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import building
 from hf_cocodc.training.simulation import simulate
 from hf_cocodc.training.starter import starter
+from tests.processes.launching import little_text
 
 
 def read(text: str) -> Recipe:
@@ -114,6 +116,7 @@ def test_it_writes_over_nothing(
 def test_it_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its length: a model of one's own, from a folder, with an adapter."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     small = ["hidden_size=16", "num_hidden_layers=1", "intermediate_size=16"]
     recipe = Recipe.load("quickstart/diloco", [f"model.config.{each}" for each in small])
     tokenizer = building.tokenizer(recipe)
@@ -122,6 +125,10 @@ def test_it_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("mine.yaml").write_text(starter("model", "python-stdlib", method="diloco", lora=True, bf16=False))
     short = ["training.max_steps=2", "outer.sync_interval=1", "data.block_size=16", "data.eval_blocks=2"]
     short += ["training.gradient_accumulation_steps=1", "training.disable_tqdm=true"]
-    short += ["training.dataloader_pin_memory=false"]
+    short += [
+        "training.dataloader_pin_memory=false",
+        *little_text(tmp_path / "text"),
+        "data.eval_split=train",
+    ]
     first, second = simulate(Path("mine.yaml"), overrides=short)
     assert first.state.global_step == second.state.global_step == 2
