@@ -12,13 +12,11 @@ from transformers import AutoModelForCausalLM
 from hf_cocodc.link.base import Link
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.training.simulation import simulate
-from tests.listening import free_port
 from tests.processes import worker
 from tests.processes.forks import TIMEOUT_S, fork, fork_regions
 from tests.processes.launching import (
     WORKER,
     accelerate,
-    accelerate_on,
     environment,
     outcomes,
     run_all,
@@ -168,24 +166,10 @@ def test_regions_of_unequal_size(tmp_path: Path) -> None:
     assert all(torch.equal(each["final"], found["region0-rank0"]["final"]) for each in found.values())
 
 
-def commands(how: str, arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """One launch of two processes as two regions, or one of each on two machines."""
-    if how == "call":
-        return [([*accelerate(2), WORKER, *arguments, "split"], environment())]
-    if how == "number":
-        return [([*accelerate(2), WORKER, *arguments], environment(HF_COCODC_SPLIT="2"))]
-    port = free_port()
-    return [
-        ([*accelerate_on(each, 2, 2, port), WORKER, *arguments], environment(HF_COCODC_SPLIT="machines"))
-        for each in (0, 1)
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "kind"), [("call", "loop"), ("number", "trainer"), ("machines", "loop")])
-def test_one_launch_is_as_good_as_two(how: str, kind: str, lockstep: list[dict], tmp_path: Path) -> None:
-    """split_world(2), HF_COCODC_SPLIT=2 and HF_COCODC_SPLIT=machines = two launches = lockstep, bitwise."""
-    run_all(commands(how, [kind, str(tmp_path), json.dumps(CONFIG)]))
+def test_one_launch_is_as_good_as_two(lockstep: list[dict], tmp_path: Path) -> None:
+    """One launch of two processes that split_world(2) makes regions = two launches = lockstep, bitwise."""
+    run_all([([*accelerate(2), WORKER, "loop", str(tmp_path), json.dumps(CONFIG), "split"], environment())])
     found = outcomes(tmp_path)
     assert sorted(found) == ["region0-rank0", "region1-rank0"]
     for name, theirs in zip(sorted(found), lockstep, strict=True):
