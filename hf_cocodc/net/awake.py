@@ -5,6 +5,7 @@ meanwhile. Whoever judged others by that time would blame them for its own absen
 """
 
 import functools
+import os
 import threading
 import time
 
@@ -46,6 +47,9 @@ def _shared() -> Clock:
     clock = Clock()
     threading.Thread(target=_keep_looking, args=(clock,), name="hf_cocodc-clock", daemon=True).start()
     return clock
+
+
+os.register_at_fork(after_in_child=_shared.cache_clear)  # a forked process has no thread that looks
 
 
 def _keep_looking(clock: Clock) -> None:

@@ -49,3 +49,12 @@ def test_a_process_that_is_stopped_notices_it_by_itself() -> None:
         process.stdin.flush()
         awake_for, passed = map(float, process.stdout.readline().split())
     assert passed >= 1.5 and awake_for < passed - 0.9
+
+
+def test_a_forked_process_has_a_thread_that_looks() -> None:
+    code = (
+        "import os, threading; from hf_cocodc.net.awake import awake_s; awake_s(); child = os.fork(); awake_s(); "
+        "child and os.waitpid(child, 0); print([each.name for each in threading.enumerate()].count('hf_cocodc-clock'))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["1", "1"]
