@@ -386,6 +386,11 @@ class CoCoDCCallback(TrainerCallback):
         """
         trainer = self._trainer
         assert trainer is not None
+        if self not in trainer.callback_handler.callbacks:
+            raise InputError(
+                "this CoCoDCCallback was removed from this Trainer, whose methods it has wrapped. Add it again "
+                "(trainer.add_callback(callback)), or make a new Trainer without it."
+            )
         refuse_unsupported(trainer.accelerator, self.config, trainer.model)
         refuse_unsaved(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
         self.outer, self._signal, self._has_stepped = None, None, False

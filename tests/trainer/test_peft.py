@@ -30,6 +30,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, region_shard, s
 from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.link.base import Handle, Link, MeanRequest
+from hf_cocodc.link.lockstep import LockstepLink
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.about import function_of
 from hf_cocodc.run.connect import hello
@@ -142,25 +143,22 @@ def _adapted(seed: int, config: Any) -> PeftModel:
     return get_peft_model(llama(), config)
 
 
-class Tap:
+class Tap(LockstepLink):
     """A link that notes the length of everything that goes through it."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.__dict__ = link.__dict__
         self.means: list[int] = []
         self.broadcasts: list[int] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
-
     def mean(self, parcel: MeanRequest) -> Handle:
         self.means.append(parcel.numel)
-        return self._link.mean(parcel)
+        return super().mean(parcel)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         if not what.startswith("what it is"):  # they compare what they are before the run
             self.broadcasts.append(flat.numel())
-        self._link.broadcast(flat, what, source)
+        super().broadcast(flat, what, source)
 
 
 ADAPTER = 4 * (4 * 4 * (16 + 16) + 3 * 4 * (16 + 32))

@@ -89,6 +89,18 @@ def test_a_trainer_that_the_callback_cannot_serve_in_full_is_refused(tmp_path: P
         other.train()
 
 
+def test_a_callback_that_was_removed_trains_nothing(tmp_path: Path) -> None:
+    """The methods that it has wrapped would wait for its events until the end."""
+    callback = CoCoDCCallback(CONFIG)
+    trainer = make(tmp_path, [callback])
+    trainer.remove_callback(CoCoDCCallback)
+    with pytest.raises(InputError, match=r"was removed from this Trainer.*trainer\.add_callback\(callback\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    trainer.add_callback(callback)
+    assert trainer.train().global_step == 6
+
+
 def test_a_run_whose_callback_was_added_later_is_stopped_and_resumed(tmp_path: Path) -> None:
     """As with one that was given to the constructor: SIGTERM stops it with a checkpoint, from which the next one goes on."""
 
