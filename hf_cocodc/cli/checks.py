@@ -13,7 +13,7 @@ import psutil
 from ..errors import InputError, short
 from ..settings.environment import ENV_SECRET
 from ..settings.recipe import Recipe
-from ..training.precheck import check_sections, load
+from ..training.precheck import check_sections
 
 RATE = "rate at which a region sends, to all others together, in Mbit/s"
 """What --rate-mbit means, in every command."""
@@ -25,7 +25,7 @@ def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Rec
     """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch. Raises InputError if
     it cannot be read, or cannot work.
     """
-    recipe = load(options.recipe, [*options.overrides, *overrides])
+    recipe = Recipe.load(options.recipe, [*options.overrides, *overrides])
     check_sections(recipe)
     return recipe
 

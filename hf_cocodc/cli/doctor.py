@@ -8,8 +8,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import InputError
-from ..settings.recipe import add_recipe
-from ..training.precheck import load
+from ..settings.recipe import Recipe, add_recipe
 from .checks import add_coordinator, add_json, add_secret, check, write_json
 from .joining import name_of
 from .part import part_of
@@ -50,7 +49,7 @@ def register(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.wait is not None:
         check("--wait", options.wait, 0, 86_400)
-    recipe = load(options.recipe, options.overrides)
+    recipe = Recipe.load(options.recipe, options.overrides)
     part = part_of(recipe.regions, options, name_of(recipe))
     recipe = dataclasses.replace(recipe, regions=part.regions)
     part.check(may_join=True)

@@ -206,22 +206,14 @@ def build(cls: type[_T], content: Any, section: str = "") -> _T:
     fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
     dot = f"{section}." if section else ""
     for key in content:
-        refuse_unknown(cls, key, section)
+        if key not in fields:
+            raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
     for name, each in fields.items():
         if name not in content and each.default is each.default_factory is dataclasses.MISSING:
             raise InputError(
                 f"section {dot}{name} is missing. A recipe needs model, tokenizer, data and training."
             )
     return cls(**content)
-
-
-def refuse_unknown(cls: type, key: Any, section: str = "") -> None:
-    """Raise InputError for a key that a settings class does not have."""
-    known = [each.name for each in dataclasses.fields(cls)]
-    if key not in known:
-        raise InputError(
-            f"unknown key {section}{'.' if section else ''}{short(key)}.{nearest(str(key), known)}"
-        )
 
 
 def converted(value: Any, hint: Any, name: str) -> Any:

@@ -1,30 +1,27 @@
 """Reads recipes: from YAML files, which may extend each other, to plain sections and values."""
 
 import io
-import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.composer import MaxDepthExceededError
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.constructor import SafeConstructor
 
-from ..errors import InputError, short, shown
+from ..errors import InputError, nearest, reason, short, shown
 
 MAX_BYTES = 128 * 1024
-MAX_DEPTH = 50
-MAX_VALUES = 10_000  # with each alias counted as what it stands for
-MAX_INT = 2**64
-
-_KINDS = {"null": "null", "bool": "true or false", "int": "a whole number", "float": "a number"}
-_TAG = "tag:yaml.org,2002:"
 
 _EXTENDS = "extends"
+
+
+class _Constructor(SafeConstructor):
+    """ruamel's safe constructor, for which a date is text, and so is "="."""
+
+
+for _name in ("timestamp", "value"):
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_name}", SafeConstructor.construct_scalar)
 
 
 def read_file(path: str | os.PathLike) -> Any:
@@ -47,31 +44,20 @@ def read_file(path: str | os.PathLike) -> Any:
 def read_yaml(text: str, where: str) -> Any:
     """Parse YAML 1.2 into None, bool, int, float, str, list and dict. Dates are text. Aliases and merge keys (<<) work.
 
-    Raises:
-        InputError: with `where` and the line: it is not valid YAML, a key is given twice or is no word, a value has a tag, is
-            NaN or does not fit into 64 bits, or the text is too large (also with its aliases expanded).
+    Raises InputError, with `where` and the line, if it is not valid YAML, a key is given twice, or the text is too large.
     """
     if len(text) > MAX_BYTES:
         raise InputError(f"{where}: it is longer than {MAX_BYTES // 1024} KiB, too long for a recipe.")
-    directive = re.search("^%", text, re.MULTILINE)
-    if directive is not None:  # ruamel raises anything for another version of YAML
-        line = 1 + text.count("\n", 0, directive.start())
-        raise InputError(f"{where}, line {line}: a recipe is YAML 1.2; remove the % line.")
     parser = YAML(typ="safe", pure=True)
     parser.Constructor = _Constructor
-    parser.max_depth = MAX_DEPTH
     parser.composer.warn_double_anchors = False  # YAML allows it
     try:
         return parser.load(text)
-    except MaxDepthExceededError as error:
-        raise InputError(
-            f"{where}{_line(error, text)}: nested more than {MAX_DEPTH} deep. A recipe needs a few levels."
-        ) from error
-    except YAMLError as error:
+    except Exception as error:  # ruamel raises anything for a wrong number, or another version of YAML
         parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
-        reason = ", ".join(part for part in parts if part) or error
+        why = ", ".join(part for part in parts if part) or reason(error)
         raise InputError(
-            f"{where}{_line(error, text)}: not valid YAML: {short(reason, 200).rstrip('.')}."
+            f"{where}{_line(error, text)}: not valid YAML: {short(why, 200).rstrip('.')}."
         ) from error
 
 
@@ -90,65 +76,6 @@ def _line(error: Any, text: str) -> str:
         return f", line {mark.line + 1}"
     position = getattr(error, "position", None)  # of a character that YAML forbids
     return "" if position is None else f", line {1 + text.count(chr(10), 0, position)}"
-
-
-def _refusal(problem: str, node: Node) -> ConstructorError:
-    return ConstructorError(None, None, problem, node.start_mark)
-
-
-class _Constructor(SafeConstructor):
-    """ruamel's safe constructor for the values that a recipe may hold."""
-
-    def construct_document(self, node: Node) -> Any:
-        self._sizes: dict[int, int] = {}
-        self._size(node)
-        return super().construct_document(node)
-
-    def _size(self, node: Node) -> int:
-        """The number of values in a node; an alias counts as what it stands for, or a few lines could mean billions."""
-        if id(node) in self._sizes:
-            if not self._sizes[id(node)]:
-                raise _refusal("a value contains itself", node)
-            return self._sizes[id(node)]
-        self._sizes[id(node)] = 0
-        children = () if isinstance(node, ScalarNode) else node.value
-        if isinstance(node, MappingNode):
-            children = [each for pair in node.value for each in pair]
-            if complex_key := next((key for key, _ in node.value if not isinstance(key, ScalarNode)), None):
-                raise _refusal("a key is a list or a mapping; keys are words", complex_key)
-        size = 1 + sum(self._size(child) for child in children)
-        if size > MAX_VALUES:
-            raise _refusal(f"more than {MAX_VALUES} values (each alias counts as what it stands for)", node)
-        self._sizes[id(node)] = size
-        return size
-
-    def construct_object(self, node: Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-        except (ValueError, LookupError) as error:
-            kind = _KINDS.get(str(node.tag).removeprefix(_TAG), "what its tag says")
-            raise _refusal(f"{shown(node.value)} is not {kind}", node) from error
-        if isinstance(value, int) and abs(value) >= MAX_INT:
-            raise _refusal("a whole number does not fit into 64 bits", node)
-        if isinstance(value, float) and math.isnan(value):
-            raise _refusal(".nan is not a number that a recipe can use", node)
-        return value
-
-    def construct_undefined(self, node: Node) -> None:
-        raise _refusal(f"the tag {short(node.tag)} is not allowed; values need no tags", node)
-
-    def construct_text(self, node: Node) -> Any:
-        return self.construct_scalar(node)
-
-
-_Constructor.yaml_constructors = {
-    f"{_TAG}{name}": SafeConstructor.yaml_constructors[f"{_TAG}{name}"]
-    for name in ("null", "bool", "int", "float", "str", "seq", "map")
-} | {
-    f"{_TAG}timestamp": _Constructor.construct_text,
-    f"{_TAG}value": _Constructor.construct_text,
-    None: _Constructor.construct_undefined,
-}
 
 
 def shipped() -> dict[str, Path]:
@@ -240,8 +167,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def override_key(content: dict, override: str) -> None:
-    """Apply one "section.key=value" to a recipe in place; null removes the key, and "section=null" a section. Raises InputError
-    if it does not fit the recipe.
+    """Apply one "section.key=value" to a recipe in place; null removes the key or the section. Raises InputError if it does not
+    fit the recipe.
     """
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
@@ -253,15 +180,17 @@ def override_key(content: dict, override: str) -> None:
         )
     target = content
     for parent in parents:
-        if removes and isinstance(target, dict) and target.get(parent) is None:
-            return
         if isinstance(target, dict):
-            target = target.setdefault(parent, {})
+            target = target.get(parent, {}) if removes else target.setdefault(parent, {})
     if not isinstance(target, dict):
         raise InputError(
             f"--set {shown(override)}: {short('.'.join(parents))} is not a mapping in the recipe."
         )
-    if removes:
-        target.pop(last, None)
-    else:
+    if not removes:
         target[last] = value
+    elif last in target:
+        del target[last]
+    else:
+        raise InputError(
+            f"--set {shown(override)}: the recipe has no {short(key)} to remove.{nearest(last, list(target))}"
+        )

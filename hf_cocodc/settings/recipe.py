@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError
 from . import OuterConfig, RegionConfig
-from .fields import Limit, Names, Settings, at_least, build, hints_of, refuse_unknown, setting
-from .outer import GuardSettings
+from .fields import Limit, Names, Settings, at_least, build, setting
 from .reading import override_key, read_recipe
 
 
@@ -157,27 +156,10 @@ class Recipe(Settings):
             content = copy.deepcopy(dict(content))
         for override in overrides:
             override_key(content, override)  # type: ignore[arg-type]
-            _refuse_unknown(override)
         try:
             return build(cls, content)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
-
-
-def _refuse_unknown(override: str) -> None:
-    """Raise InputError if a change names a key that no recipe has: null would remove it without a word."""
-    section, *keys = override.partition("=")[0].strip().split(".")
-    refuse_unknown(Recipe, section)
-    kind = hints_of(Recipe)[section]
-    if not (keys and isinstance(kind, type) and issubclass(kind, Settings)):
-        return
-    refuse_unknown(kind, keys[0], section)
-    if len(keys) == 1:
-        return
-    if dict[str, Any] not in get_args(hints_of(kind)[keys[0]]):
-        raise InputError(f"--set {shown(override)}: {section}.{keys[0]} is not a mapping.")
-    if (section, keys[0]) == ("outer", "guard"):
-        refuse_unknown(GuardSettings, keys[1], "outer.guard")
 
 
 def facts_of_data(recipe: Recipe) -> dict[str, Any]:

@@ -201,13 +201,6 @@ def _known_to(kind: type) -> list[str]:
     return []
 
 
-def refuse_unknown_setting(model_type: str, key: str) -> None:
-    """Raise InputError if the config of a type of model has no setting of this name, which a null would remove."""
-    known = _known_to(_config_of(model_type))
-    if known and key not in known:
-        raise InputError(f"unknown key model.config.{short(key)}.{nearest(key, known)}")
-
-
 def _refuse_misspelled(given: Mapping[str, Any], kind: type) -> None:
     """Refuse a key that a config does not have, but nearly: Transformers takes any, and builds a model without it."""
     known = _known_to(kind)

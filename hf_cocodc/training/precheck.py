@@ -1,7 +1,6 @@
 """What the sections of a recipe demand of each other. No torch: a command checks this before it loads anything."""
 
 import os
-from collections.abc import Sequence
 
 from ..errors import InputError, shown
 from ..newer import INNER
@@ -11,29 +10,6 @@ from ..settings.recipe import Recipe
 
 PATHS = ("/", "./", "../")
 """Beginnings of texts that can only be paths."""
-
-
-def load(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
-    """`Recipe.load`, which also knows the keys of the sections that a library defines. A null removes a key, so nobody would
-    see later that there is none of this name. Raises InputError.
-    """
-    return checked(Recipe.load(path, overrides), overrides)
-
-
-def checked(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe, after a check that no override removes a key that the library of its section does not have."""
-    for override in overrides:
-        section, *keys = override.partition("=")[0].strip().split(".")
-        if section in ("training", "peft") and keys and keys[0] not in (getattr(recipe, section) or {}):
-            from .preflight import refuse_unknown_field  # it imports torch, and a null is rare
-
-            refuse_unknown_field(section, keys[0])
-        given = recipe.model.config
-        if (section, *keys[:-1]) == ("model", "config") and given is not None and keys[-1] not in given:
-            from .building import refuse_unknown_setting
-
-            refuse_unknown_setting(given["model_type"], keys[-1])
-    return recipe
 
 
 def check_sections(recipe: Recipe) -> None:

@@ -327,32 +327,18 @@ def _quietly() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _defined_by(section: str) -> Any:
-    """The dataclass of a library that defines the keys of a section."""
-    if section == "training":
-        from transformers import TrainingArguments
-
-        return TrainingArguments
-    from peft import LoraConfig
-
-    return LoraConfig
-
-
-def refuse_unknown_field(section: str, key: str) -> None:
-    """Raise InputError if the library that defines a section (training or peft) has no such key."""
-    kind = _defined_by(section)
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    if key not in known:
-        raise InputError(
-            f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {kind.__name__}."
-        )
-
-
 def known_fields(section: str, given: dict[str, Any]) -> None:
     """Check a section against a library's dataclass. Raises InputError for an unknown key, a wrong type, or an unknown word."""
-    hints = get_type_hints(_defined_by(section))
+    if section == "training":
+        from transformers import TrainingArguments as Kind
+    else:
+        from peft import LoraConfig as Kind
+    hints, known = get_type_hints(Kind), [field.name for field in dataclasses.fields(Kind) if field.init]
     for key, value in given.items():
-        refuse_unknown_field(section, key)
+        if key not in known:
+            raise InputError(
+                f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {Kind.__name__}."
+            )
         converted(value, loosened(hints[key] | _ALSO.get(key, hints[key])), f"{section}.{key}")
         options: list[Any] = [each for each in get_args(hints[key]) if isinstance(each, enum.EnumMeta)]
         words = [word.value for option in options for word in option] + _WORDS.get(key, [])

@@ -12,7 +12,6 @@ from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from ..settings.fields import converted
 from ..settings.recipe import Recipe
 from .building import output_dir
-from .precheck import load
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def simulate(
         HandshakeError: regions of a function differ in something that must be equal.
     """
     if isinstance(what, (str, os.PathLike)):
-        what = load(what, overrides)
+        what = Recipe.load(what, overrides)
     regions = converted(regions, int | None, "simulate: regions")
     link = converted(link, VirtualLink | None, "simulate: link")
     if regions is not None and regions < 1:

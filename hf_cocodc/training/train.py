@@ -13,7 +13,6 @@ from ..settings.handed import handed_over
 from ..settings.recipe import Recipe, add_recipe, facts_of_data
 from ..status import tell
 from . import building
-from .precheck import load
 from .preflight import check, preflight
 from .region import ENV_HERE, live
 
@@ -137,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(ENV_ON_LOSS, AUTO_LOSS)
 
     def train() -> None:
-        recipe = load(options.recipe, options.overrides)
+        recipe = Recipe.load(options.recipe, options.overrides)
         tell("checking the recipe")
         preflight(recipe, int(os.environ.get(ENV_HERE, "1")))
         run(recipe)

@@ -32,7 +32,7 @@ _CHANGES = (
     "training.load_best_model_at_end=false",
     "training.report_to=none",
     "training.push_to_hub=false",
-    "training.resume_from_checkpoint=null",
+    "training.resume_from_checkpoint=false",
 )
 
 
