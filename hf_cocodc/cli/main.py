@@ -14,7 +14,6 @@ from ..errors import CocodcError, InputError, short, shown
 from ..settings.environment import quiet_torch
 from . import (
     bench,
-    completion,
     coordinator,
     doctor,
     launch,
@@ -45,7 +44,6 @@ COMMANDS = (
     pull,
     report,
     bench,
-    completion,
 )
 
 

@@ -45,9 +45,8 @@ def register(subparsers: Any) -> None:
     keys = commands.add_parser(
         "keys",
         help="list all keys of a recipe",
-        description="List all keys of a recipe, with the default or the kind of value, and the meaning.",
+        description="List all keys of a recipe, with the default or the kind of value, and the meaning, in Markdown.",
     )
-    keys.add_argument("--markdown", action="store_true", help="as a list in Markdown")
     keys.set_defaults(run=_keys, parser=keys)
 
 
@@ -85,7 +84,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from ..settings.reference import in_markdown, listing
+    from ..settings.reference import in_markdown
 
-    print(in_markdown() if options.markdown else listing())
+    print(in_markdown())
     return 0

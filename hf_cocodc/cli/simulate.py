@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from typing import IO, Any
 
 from ..errors import InputError, short
@@ -75,7 +74,9 @@ def run(options: argparse.Namespace) -> int:
             away=tuple(Absence(*each) for each in options.away),
         )
     try:
-        with _labeled_output(recipe.regions.count or 1):
+        print("What region 0 prints follows. Each region has a journal.", flush=True)
+        out, err = OfRegion0(sys.stdout), OfRegion0(sys.stderr)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             trainers = simulate(recipe, link=link)
     except KeyboardInterrupt:
         # a region is a thread that trains on: the end of the interpreter would abort it inside C++
@@ -97,66 +98,15 @@ def _away(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple((int(each[1]), int(each[2]), int(each[3])) for each in found if each)
 
 
-@contextlib.contextmanager
-def _labeled_output(count: int) -> Iterator[None]:
-    """Inside the block, each line that a region prints begins with its name. Of many regions only region 0 prints its log and
-    its progress bars, and a warning is shown once.
-    """
-    from ..tools.report.summary import MANY
+class OfRegion0(io.TextIOBase):
+    """A stream that leaves out what other regions print: each is a thread of its own, and says about the same."""
 
-    has_many = count > MANY
-    if has_many:
-        print(f"{count} regions: the lines of region 0 follow. Each region has a journal.", flush=True)
-    out, err = Labeled(sys.stdout, log_of_0=has_many), Labeled(sys.stderr, once=has_many)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            yield
-        finally:
-            out.end()
-            err.end()
-
-
-class Labeled(io.TextIOBase):
-    """A stream that puts the name of a region in front of each complete line that its thread writes; of a progress bar only the
-    last state passes. The lines of other threads pass unchanged.
-
-    Args:
-        log_of_0: of the regions, only region 0 is heard.
-        once: a line that a region has written before is left out, and so are progress bars of all but region 0.
-    """
-
-    def __init__(self, stream: IO[str], *, log_of_0: bool = False, once: bool = False) -> None:
-        self._stream, self._log_of_0, self._once = stream, log_of_0, once
-        self._seen: set[str] = set()
-        self._begun: dict[str, str] = {}
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
 
     def write(self, text: str) -> int:
         thread = threading.current_thread().name
-        if not re.fullmatch(r"region \d+", thread):
-            return self._stream.write(text)
-        *lines, rest = (self._begun.get(thread, "") + text).split("\n")
-        self._begun[thread] = rest
-        for line in lines:
-            self._pass_on(thread, line)
-        return len(text)
+        return len(text) if re.fullmatch(r"region [1-9]\d*", thread) else self._stream.write(text)
 
     def flush(self) -> None:
         self._stream.flush()
-
-    def end(self) -> None:
-        """Pass on lines that were not completed."""
-        for thread, rest in self._begun.items():
-            if rest:
-                self._pass_on(thread, rest)
-        self._begun.clear()
-
-    def _pass_on(self, thread: str, line: str) -> None:
-        is_0 = thread == "region 0"
-        if self._log_of_0 and not is_0:
-            return
-        is_bar, is_of_traceback = "\r" in line, line.startswith((" ", "Traceback"))
-        if self._once and ((is_bar and not is_0) or (line in self._seen and not is_of_traceback)):
-            return
-        if self._once:
-            self._seen.add(line)
-        self._stream.write(f"[{thread}] {line.rpartition(chr(13))[2]}\n")

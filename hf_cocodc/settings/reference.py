@@ -78,24 +78,6 @@ def in_markdown() -> str:
     return "\n".join([*lines, "## For experts", "", FOR_EXPERTS, "", *experts])
 
 
-def listing() -> str:
-    """The keys as text for a terminal; those for experts are at the end."""
-
-    def entry(title: str, text: str) -> str:
-        return f"{title}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}"
-
-    sections = [entry(f"{section}:", text) for section, text in OTHERS.items()]
-    of_all, of_experts = (
-        [
-            entry(f"{key.name}: {key.default or key.values}", key.meaning)
-            for key in keys()
-            if key.is_expert == expert
-        ]
-        for expert in (False, True)
-    )
-    return "\n".join([*sections, *of_all, "", FOR_EXPERTS, "", *of_experts])
-
-
 def _values(hint: Any) -> str:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = (get_origin(option) or option for option in options if option not in (type(None), Any))

@@ -322,28 +322,6 @@ def test_help_lists_the_choices(words: list[str], known: Any, capsys: pytest.Cap
     assert ", ".join(known) in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """bash does, with the script that the command prints."""
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    ask = """
-        COMP_WORDS=(hf-cocodc {words}); COMP_CWORD={at}
-        _shtab_hf_cocodc {words}; echo "${{COMPREPLY[@]}}"
-    """
-    for words, found in (("si", "simulate"), ("train --dry", "--dry-run"), ("bench link --rtt", "")):
-        asked = ask.format(words=words, at=len(words.split()))
-        ended = subprocess.run(["bash", "-c", script + asked], capture_output=True, text=True, check=True)
-        assert ended.stdout.strip() == found
-
-
-def test_completion_names_the_package_that_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "zsh"]) == 2
-    assert "pip install 'hf-cocodc[completion]'" in capsys.readouterr().err
-
-
 def test_a_name_of_the_run_that_the_environment_contradicts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,8 +39,4 @@ def test_every_key_has_a_meaning_and_its_default() -> None:
 
 def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "keys"]) == 0
-    said = capsys.readouterr().out
-    assert "outer.sync_interval: a whole number\n    H: each fragment is sent once" in said
-    assert max(map(len, said.splitlines())) <= 100
-    assert main(["recipe", "keys", "--markdown"]) == 0
     assert capsys.readouterr().out == in_markdown() + "\n"

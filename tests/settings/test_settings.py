@@ -34,7 +34,7 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.settings.fields import is_expert, meaning, rules_of
 from hf_cocodc.settings.outer import CODECS, METHODS, Names
-from hf_cocodc.settings.reference import in_markdown, listing
+from hf_cocodc.settings.reference import in_markdown
 
 EXPERT = {
     *("split_rows", "feedback_decay", "top_k", "staleness_penalty", "clip_momentum", "compensation"),
@@ -105,11 +105,10 @@ def test_what_is_for_experts_stands_apart() -> None:
     fields = dataclasses.fields(OuterConfig)
     assert {each.name for each in fields if is_expert(each)} == EXPERT
     assert all(is_expert(each) for each in fields[-len(EXPERT) :])
-    for text in (in_markdown(), listing()):
-        for_all, for_experts = text.split("\nFor experts: most runs leave these keys alone.\n")
-        assert "outer.rank" in for_all and "regions.rate_limit" in for_all and "Expert:" not in text
-        for name in EXPERT:
-            assert f"outer.{name}" in for_experts and f"outer.{name}" not in for_all
+    for_all, for_experts = in_markdown().split("\nFor experts: most runs leave these keys alone.\n")
+    assert "outer.rank" in for_all and "regions.rate_limit" in for_all and "Expert:" not in for_experts
+    for name in EXPERT:
+        assert f"outer.{name}" in for_experts and f"outer.{name}" not in for_all
     helps = {each.dest.removeprefix("outer_"): each.help or "" for each in script_parser()._actions}
     for each in fields:
         assert helps[each.name.removeprefix("outer_")].startswith("Expert: ") == (each.name in EXPERT)

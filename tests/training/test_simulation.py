@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.cli.simulate import Labeled
+from hf_cocodc.cli.simulate import OfRegion0
 from hf_cocodc.errors import InputError, RunFinished
 from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.journal import read
@@ -47,9 +47,7 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     assert real.read_text() == "of a real run\n"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["region-0", "simulated"]
     losses = [line for line in printed.splitlines() if "'loss'" in line]
-    assert len(losses) == 2 * STEPS
-    for region in (0, 1):
-        assert sum(line.startswith(f"[region {region}] {{'loss'") for line in losses) == STEPS
+    assert len(losses) == STEPS
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["timing"] == "simulated"
     assert found["training_s"] == pytest.approx(STEPS * STEP_S + found["blocked_s"])
@@ -124,47 +122,15 @@ def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
         assert summarize(read_run("run", [path])).blocked() == said
 
 
-def test_lines_of_regions_bear_their_names() -> None:
-    """Also lines that are written in pieces by turns; of a bar that was drawn again and again, the last state."""
+def test_region_0_speaks_for_all() -> None:
     stream = io.StringIO()
-    out = Labeled(stream)
-
-    def write(region: int, text: str) -> None:
-        thread = threading.Thread(target=out.write, args=(text,), name=f"region {region}")
+    out = OfRegion0(stream)
+    for region in (1, 0, 10):
+        thread = threading.Thread(target=out.write, args=(f"loss {region}\n",), name=f"region {region}")
         thread.start()
         thread.join()
-
-    write(0, "one ")
-    write(1, "0%\r50%\r100%\nthe rest")
-    write(0, "line\n")
     out.write("of no region\n")
-    out.end()
-    lines = ["[region 1] 100%", "[region 0] one line", "of no region", "[region 1] the rest"]
-    assert stream.getvalue().splitlines() == lines
-
-
-def test_of_many_regions_one_speaks() -> None:
-    """The log and the bars of region 0; a warning once, whoever is first."""
-    log, warnings = io.StringIO(), io.StringIO()
-    out, err = Labeled(log, log_of_0=True), Labeled(warnings, once=True)
-
-    def write() -> None:
-        out.write(f"loss of {threading.current_thread().name}\n")
-        err.write("old\n0%\r100%\n")
-        err.write(f"{threading.current_thread().name} has a NaN\n")
-
-    for region in (2, 0, 1):
-        thread = threading.Thread(target=write, name=f"region {region}")
-        thread.start()
-        thread.join()
-    assert log.getvalue() == "[region 0] loss of region 0\n"
-    assert warnings.getvalue().splitlines() == [
-        "[region 2] old",
-        "[region 2] region 2 has a NaN",
-        "[region 0] 100%",
-        "[region 0] region 0 has a NaN",
-        "[region 1] region 1 has a NaN",
-    ]
+    assert stream.getvalue() == "loss 0\nof no region\n"
 
 
 def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
