@@ -10,7 +10,7 @@ from ..errors import InputError, MeetingError, MeetingRefused, RunOver
 from ..settings.environment import ENV_COORDINATOR
 from ..settings.recipe import Recipe
 from .part import MachinePart
-from .status import PATIENCE_S, keys_of, running
+from .status import PATIENCE_S, keys_of
 
 if TYPE_CHECKING:
     from ..coordinator.caller import CoordinatorConnection
@@ -253,21 +253,6 @@ def way_back(
     for flag, given in (("--run", part.regions.run), ("--secret-file", part.regions.secret_file)):
         words += [] if given is None else [flag, given]
     return shlex.join([*words, *program])
-
-
-def free_number(part: MachinePart, address: str) -> int:
-    """The lowest number that no process of a run has; it is not claimed. Raises InputError if the run does not train, or has as
-    many regions as it may have.
-    """
-    [state] = running(address, keys_of(address, part.regions.secret_file), part.name)
-    taken = [each["region"] for each in (*state["members"], *state["newcomers"])]
-    free = [each for each in range(state["most"]) if each not in taken]
-    if not free:
-        raise InputError(
-            f"run {state['name']!r} has as many regions as it may have (regions.max={state['most']}). Start this one again when "
-            "another has left, or raise regions.max when you start the run anew."
-        )
-    return free[0]
 
 
 def loss_in_words(lost: Any) -> str:

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..coordinator.secret import secret_of
@@ -33,7 +32,6 @@ from .display import Display
 from .ending import report
 from .joining import (
     claim_number,
-    free_number,
     has_missed_the_end,
     loss_in_words,
     over,
@@ -175,15 +173,12 @@ def carry_out(order: Order) -> int:
             print(f"coordinator of this run: {shown} (hf-cocodc status --coordinator {shown})", flush=True)
         if join and region is None:
             assert address is not None
-            if order.dry_run is not None:
-                regions = [free_number(part, address)]
-            else:
-                claim = claim_number(part, address)
-                if claim is None:
-                    return 0
-                connection, number = claim
-                at_end.callback(connection.close)
-                regions = [number]
+            claim = claim_number(part, address)
+            if claim is None:
+                return 0
+            connection, number = claim
+            at_end.callback(connection.close)
+            regions = [number]
         if join and order.dry_run is None:
             print(f"joining run {(state or {}).get('name', part.name)!r} as region {regions[0]}", flush=True)
         env = {
@@ -200,8 +195,9 @@ def carry_out(order: Order) -> int:
         if order.dry_run is not None:
             order.dry_run(planned, machine, join)
             return 0
-        give_away = at_end.enter_context(launch.sole_writer([each.folder for each in planned], machine))
-        return _train(order, planned, machine, address, join, resume, give_away)
+        if machine == 0:
+            launch.refuse_used([each.folder for each in planned])
+        return _train(order, planned, machine, address, join, resume)
 
 
 def _train(
@@ -211,11 +207,8 @@ def _train(
     address: str | None,
     join: bool,
     resume: bool,
-    give_away: Callable[[Path], None],
 ) -> int:
-    """Start regions, or this machine's part of one, show their progress, and report. The folder of a lost region is given away,
-    because another command may bring it back.
-    """
+    """Start regions, or this machine's part of one, show their progress, and report."""
     if order.program.may_be_forked and any(each.is_rank for each in planned):
         wait_until_loaded()
     early: list[int] = []
@@ -233,7 +226,6 @@ def _train(
 
     def lose(lost: launch.RegionProcess) -> None:
         """Say what the others go on without; nothing of a region that all stop with."""
-        give_away(lost.folder)
         if not lost.has_stopped:
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
