@@ -8,9 +8,6 @@ from typing import Any
 from ..errors import InputError
 from .checks import check_writable
 
-_MOST_NAMED = 5
-"""Damaged lines that are named on the terminal; the page has more."""
-
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -52,14 +49,9 @@ def run(options: argparse.Namespace) -> int:
     from ..tools.report.runs import load
 
     runs = load(options.folders)
-    damaged = [sentence for each in runs for sentence in each.unreadable]
-    for sentence in damaged[:_MOST_NAMED]:
-        print(f"warning: {sentence}", file=sys.stderr)
-    if damaged[_MOST_NAMED:]:
-        print(
-            f"warning: {len(damaged) - _MOST_NAMED} more lines are damaged; the page names them",
-            file=sys.stderr,
-        )
+    for each in runs:
+        for sentence in each.unreadable:
+            print(f"warning: {sentence}", file=sys.stderr)
     text = page(runs, None if window is None else tuple(window))
     options.output.write_text(text, encoding="utf-8", errors="replace")
     for each in runs:

@@ -264,7 +264,7 @@ class OuterConfig(Settings):
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
         if self.guard not in (None, "none"):
-            guard = build(GuardSettings, _pairs(self.guard), "outer.guard").to_dict()
+            guard = build(GuardSettings, pairs(self.guard), "outer.guard").to_dict()
             object.__setattr__(self, "guard", guard)
 
     def given(self) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def _options(given: Any) -> dict[str, Any]:
     >>> _options("k=32, decay=0.9")
     {'k': 32, 'decay': 0.9}
     """
-    options = _pairs(given)
+    options = pairs(given)
     if not isinstance(options, dict) or not all(
         isinstance(name, str) and name.isidentifier() for name in options
     ):
@@ -312,12 +312,12 @@ def _options(given: Any) -> dict[str, Any]:
     return dict(options)
 
 
-def _pairs(given: Any) -> Any:
+def pairs(given: Any) -> Any:
     """A mapping that is given as text (k=32,decay=0.9); anything else as it is."""
     if not isinstance(given, str):
         return given
-    pairs = (each.partition("=") for each in given.split(","))
-    return {name.strip(): _value(text.strip()) for name, _, text in pairs}
+    parts = (each.partition("=") for each in given.split(","))
+    return {name.strip(): _value(text.strip()) for name, _, text in parts}
 
 
 def _value(text: str) -> Any:

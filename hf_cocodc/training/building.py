@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import CocodcError, InputError, expanded, nearest, reason, short, shown
 from ..settings.fields import within
+from ..settings.outer import pairs
 from ..settings.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -114,32 +115,15 @@ def inner_optimizer(recipe: Recipe, args: Any, model: Any) -> Any:
         return None
     from ..run.muon import muon
 
-    return muon(
-        model,
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        **_muon_args(args.optim_args or ""),
-    )
-
-
-def _muon_args(given: str) -> dict[str, Any]:
-    """`training.optim_args`, written as for Trainer's own optimizers."""
-    found: dict[str, Any] = {}
-    for each in filter(None, given.replace(" ", "").split(",")):
-        name, _, value = each.partition("=")
-        with contextlib.suppress(ValueError):
-            if name == "momentum" and 0 <= float(value) < 1:
-                found[name] = float(value)
-        if name == "nesterov" and value.lower() in ("true", "false"):
-            found[name] = value.lower() == "true"
-        if name not in found:
-            raise InputError(
-                f"training.optim_args={shown(given)}: {shown(each)} is nothing that optim=muon takes. It takes momentum=NUMBER "
-                "(0 to 1) and nesterov=true or false. Other settings have keys of their own, for example training.weight_decay."
-            )
-    return found
+    with blaming(f"training.optim_args={shown(args.optim_args)}"):
+        return muon(
+            model,
+            lr=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            **pairs(args.optim_args or {}),
+        )
 
 
 def tokenizer(recipe: Recipe) -> Any:
