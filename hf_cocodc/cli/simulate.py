@@ -19,7 +19,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="train all regions of a recipe in one process",
-        description="Train all regions of a recipe in one process, where they take turns. The results are exactly those of a "
+        description="Train all regions of a recipe in one process, where they take turns, and print what region 0 prints. The results are exactly those of a "
         "real run, except where a schedule follows measured times (cocodc does, and dilocox at a low rank). With --step-s, "
         "--rtt-ms and --rate-mbit, the command also simulates how long steps and transfers take. Everything is written to "
         "OUTPUT_DIR/simulated.",
@@ -74,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
             away=tuple(Absence(*each) for each in options.away),
         )
     try:
-        print("What region 0 prints follows. Each region has a journal.", flush=True)
         out, err = OfRegion0(sys.stdout), OfRegion0(sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             trainers = simulate(recipe, link=link)

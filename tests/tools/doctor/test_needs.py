@@ -23,17 +23,17 @@ SHORT += ["training.eval_on_start=false", "training.warmup_steps=1", "training.s
         (["training.save_steps=1"], 4),
         (["training.save_steps=1", "training.save_total_limit=1"], 2),
         (["training.save_steps=3", "training.save_total_limit=9"], 2),
-        (["training.save_steps=500", "training.save_total_limit=null"], 1),
-        (["training.save_steps=0.3", "training.save_total_limit=null"], 2),
-        (["training.save_steps=0.25", "training.save_total_limit=null"], 4),
-        (["training.save_steps=0", "training.save_total_limit=null"], 1),
+        (["training.save_steps=500"], 1),
+        (["training.save_steps=0.3"], 2),
+        (["training.save_steps=0.25"], 4),
+        (["training.save_steps=0"], 1),
         (["training.save_strategy=no"], 0),
-        (["training.save_strategy=epoch", "training.save_total_limit=null"], None),
+        (["training.save_strategy=epoch"], None),
     ],
 )
 def test_checkpoints_that_are_there_at_once(saving: list[str], checkpoints: int | None) -> None:
     """By save_steps, or by save_total_limit and the one that is being written."""
-    recipe = Recipe.load("quickstart/diloco", [*SHORT, "training.save_total_limit=null", *saving])
+    recipe = Recipe.load("quickstart/diloco", [*SHORT, *saving])
     found = needs(recipe, on_meta(recipe), 2)
     assert found.checkpoints == checkpoints
 
