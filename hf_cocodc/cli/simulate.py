@@ -19,10 +19,10 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="train all regions of a recipe in one process",
-        description="Train all regions of a recipe in one process, where they take turns, and print what region 0 prints. The results are exactly those of a "
-        "real run, except where a schedule follows measured times (cocodc does, and dilocox at a low rank). With --step-s, "
-        "--rtt-ms and --rate-mbit, the command also simulates how long steps and transfers take. Everything is written to "
-        "OUTPUT_DIR/simulated.",
+        description="Train all regions of a recipe in one process, where they take turns, and print what region 0 prints. The "
+        "results are exactly those of a real run, except where a schedule follows measured times (cocodc does, and dilocox at a "
+        "low rank). With --step-s, --rtt-ms and --rate-mbit, the command also simulates how long steps and transfers take. "
+        "Everything is written to OUTPUT_DIR/simulated.",
     )
     add_recipe(parser)
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
