@@ -10,7 +10,7 @@ from ..errors import InputError, MeetingError, MeetingRefused, RunOver
 from ..settings.environment import ENV_COORDINATOR
 from ..settings.recipe import Recipe
 from .part import MachinePart
-from .status import PATIENCE_S, keys_of
+from .status import PATIENCE_S, keys_of, running
 
 if TYPE_CHECKING:
     from ..coordinator.caller import CoordinatorConnection
@@ -245,14 +245,28 @@ def name_of(recipe: Recipe) -> str:
     return recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
 
 
-def way_back(
-    command: Sequence[str], program: Sequence[str], region: int, address: str | None, part: MachinePart
-) -> str:
-    """The command that brings a lost region back: what it trains before its options, and `program` behind them."""
-    words = [*command, "--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
-    for flag, given in (("--run", part.regions.run), ("--secret-file", part.regions.secret_file)):
-        words += [] if given is None else [flag, given]
-    return shlex.join([*words, *program])
+def way_back(words: Sequence[str], region: int, address: str | None) -> str:
+    """The command that brings a lost region back, from the `words` of the one that has started it."""
+    command, *options = words
+    if "--resume" in options:  # the first one is ours: a script comes behind our options
+        options.remove("--resume")
+    joins = ["--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
+    return shlex.join(["hf-cocodc", command, *joins, *options])
+
+
+def free_number(part: MachinePart, address: str) -> int:
+    """The lowest number that no process of a run has; it is not claimed. Raises InputError if the run does not train, or has as
+    many regions as it may have.
+    """
+    [state] = running(address, keys_of(address, part.regions.secret_file), part.name)
+    taken = [each["region"] for each in (*state["members"], *state["newcomers"])]
+    free = [each for each in range(state["most"]) if each not in taken]
+    if not free:
+        raise InputError(
+            f"run {state['name']!r} has as many regions as it may have (regions.max={state['most']}). Start this one again when "
+            "another has left, or raise regions.max when you start the run anew."
+        )
+    return free[0]
 
 
 def loss_in_words(lost: Any) -> str:

@@ -63,10 +63,8 @@ def run(options: argparse.Namespace) -> int:
     def show(planned: Sequence[Launch], machine: int, joins: bool) -> None:
         dry.show(part, planned, machine, joins, options.resume and not joins)
 
-    logs = [] if options.logs is None else ["--logs", str(options.logs)]
-    launcher = ["--", *options.launcher, "--"] if options.launcher else []
-    again = (["hf-cocodc", "launch", "--regions", str(part.count), *logs], [*launcher, *options.program])
-    return carry_out(Order(part, program, again, options.resume, dry_run=show if options.dry_run else None))
+    given = show if options.dry_run else None
+    return carry_out(Order(part, program, options.words, options.resume, dry_run=given))
 
 
 def _program(options: argparse.Namespace) -> Program:

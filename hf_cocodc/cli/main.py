@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command and its options. Of what follows, `launcher` gets the arguments for accelerate launch, after the first
-    --, and `program` the script of `launch` with its arguments. argparse itself accepts -- only directly after the recipe.
+    """Parse the command and its options. `words` are all of them; `launcher` gets the arguments for accelerate launch, after the
+    first --, and `program` the script of `launch` with its arguments. argparse itself accepts -- only directly after the recipe.
     """
     made = parser()
     cut = launch.program_at(argv) if argv[:1] == ["launch"] else len(argv)
@@ -106,6 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         options.parser.error(_split_override(argv[:dashes]) or f"unrecognized arguments: {' '.join(unknown)}")
     options.launcher, options.program = list(argv[dashes + 1 : cut]), list(argv[cut:])
+    options.words = list(argv)
     if options.run is launch.run and options.launcher[-1:] == ["--"]:
         options.launcher.pop()
     if options.launcher and options.run not in (train.run, plan.run, launch.run):

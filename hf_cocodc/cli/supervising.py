@@ -32,6 +32,7 @@ from .display import Display
 from .ending import report
 from .joining import (
     claim_number,
+    free_number,
     has_missed_the_end,
     loss_in_words,
     over,
@@ -95,7 +96,7 @@ class Order:
     Attributes:
         part: of the run, on this machine.
         program: what each region runs.
-        again: the words of this command, before and behind its options.
+        words: of this command.
         resume: go on from a checkpoint.
         max_steps: inner steps of the run; None if only the script knows them.
         dry_run: shows what would be started, in place of starting it.
@@ -103,7 +104,7 @@ class Order:
 
     part: MachinePart
     program: launch.Program
-    again: tuple[Sequence[str], Sequence[str]]
+    words: Sequence[str]
     resume: bool
     max_steps: int | None = None
     dry_run: Callable[[Sequence[launch.Launch], int, bool], None] | None = None
@@ -173,12 +174,15 @@ def carry_out(order: Order) -> int:
             print(f"coordinator of this run: {shown} (hf-cocodc status --coordinator {shown})", flush=True)
         if join and region is None:
             assert address is not None
-            claim = claim_number(part, address)
-            if claim is None:
-                return 0
-            connection, number = claim
-            at_end.callback(connection.close)
-            regions = [number]
+            if order.dry_run is not None:
+                regions = [free_number(part, address)]
+            else:
+                claim = claim_number(part, address)
+                if claim is None:
+                    return 0
+                connection, number = claim
+                at_end.callback(connection.close)
+                regions = [number]
         if join and order.dry_run is None:
             print(f"joining run {(state or {}).get('name', part.name)!r} as region {regions[0]}", flush=True)
         env = {
@@ -230,7 +234,7 @@ def _train(
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
             )
-            again = way_back(*order.again, lost.region, address, order.part)
+            again = way_back(order.words, lost.region, address)
             display.lose(lost.region, f"{line}\n    {again}")
 
     def tell(failed: launch.RegionProcess, left_s: float) -> None:

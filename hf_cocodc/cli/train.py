@@ -61,12 +61,8 @@ def run(options: argparse.Namespace) -> int:
         rows = dry.rows_of(recipe, preflight(recipe, len(planned), link, tries=True))
         dry.show(part, planned, machine, joins, options.resume and not joins, rows)
 
-    changes = [] if options.regions is None else ["--regions", str(options.regions)]
-    changes += [word for each in options.overrides for word in ("--set", each)]
-    behind = ["--", *options.launcher] if options.launcher else []
     given = recipe.training.get("max_steps")
     max_steps = given if isinstance(given, int) else -1  # its region says what is wrong with another
-    again = (["hf-cocodc", "train", options.recipe, *changes], behind)
     return carry_out(
-        Order(part, program, again, options.resume, max_steps, show if options.dry_run else None)
+        Order(part, program, options.words, options.resume, max_steps, show if options.dry_run else None)
     )

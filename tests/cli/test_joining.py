@@ -128,13 +128,12 @@ def test_the_command_that_brings_a_lost_region_back_can_be_pasted(
 ) -> None:
     """With the same recipe or script, changes and launcher arguments, and the coordinator that the command has started."""
     assert main(words) == 0
-    again = way_back(*orders[0].again, 3, "127.0.0.1:29650", orders[0].part)
+    again = way_back(orders[0].words, 3, "127.0.0.1:29650")
     assert again.startswith(f"hf-cocodc {words[0]}")
     assert main(shlex.split(again)[1:]) == 0
     first, second = orders
     assert (second.part.join, second.part.region, second.part.name) == (True, 3, "a b")
     assert second.part.regions.coordinator == "127.0.0.1:29650"
-    assert second.again == first.again
     assert second.program.launcher == first.program.launcher == ["--cpu"]
     assert second.program.folder == first.program.folder
 

@@ -33,7 +33,7 @@ SHORT += ["training.eval_on_start=false", "training.warmup_steps=1", "training.s
 )
 def test_checkpoints_that_are_there_at_once(saving: list[str], checkpoints: int | None) -> None:
     """By save_steps, or by save_total_limit and the one that is being written."""
-    recipe = Recipe.load("quickstart/diloco", [*SHORT, *saving])
+    recipe = Recipe.load("quickstart/diloco", [*SHORT, "training.save_total_limit=null", *saving])
     found = needs(recipe, on_meta(recipe), 2)
     assert found.checkpoints == checkpoints
 
