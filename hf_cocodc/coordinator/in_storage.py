@@ -1,10 +1,13 @@
 """Where the coordinator is found that serves in a storage (`standby`)."""
 
+import contextlib
 import socket
+import threading
 from secrets import token_hex
 
 import msgspec
 
+from ..errors import InputError, short
 from ..net.mailbox import Mailbox, has_died, mailbox
 from ..net.storage import StorageError
 
@@ -26,12 +29,21 @@ def calls_of(process: str) -> str:
 
 
 def is_served(url: str) -> bool:
-    """Whether a process says that it serves as coordinator in a storage; it may have ended. Raises like `Mailbox`."""
+    """Whether a process says that it serves as coordinator in a storage; it may have ended. Raises like `Mailbox.begin`."""
     return mailbox(url).storage.get(SERVING) is not None
 
 
+def refuse_missing(url: str) -> None:
+    """Raise InputError if a storage is a folder that is not there: no region has ever begun there."""
+    if mailbox(url).storage.is_missing:
+        raise InputError(
+            f"no run is in {short(url, 200)}: this machine has no such folder. Correct the URL, or mount the file system that "
+            "all regions share."
+        )
+
+
 def call_in_storage(url: str, timeout_s: float) -> socket.socket:
-    """A socket to the coordinator in a storage. Raises OSError if none answers in time."""
+    """A socket to the coordinator in a storage; nothing is written if none serves. Raises OSError if none answers in time."""
     box = mailbox(url)
     if box.serves_at is not None:
         box.called = box.process
@@ -42,11 +54,18 @@ def call_in_storage(url: str, timeout_s: float) -> socket.socket:
         if _serving(box) != process:
             raise ConnectionRefusedError("another one serves by now")
 
+    box.begin()
     name = f"call-{token_hex(8)}"
-    box.storage.put(f"{calls_of(process)}/{name}", b"")
+    say = threading.Thread(target=_call, args=(box, f"{calls_of(process)}/{name}"), daemon=True)
+    say.start()
     connection = box.meet(name, True, min(timeout_s, _ANSWER_S), look)
     box.called = process
     return connection
+
+
+def _call(box: Mailbox, name: str) -> None:
+    with contextlib.suppress(StorageError):  # then nobody answers
+        box.storage.put(name, b"")
 
 
 def _serving(box: Mailbox) -> str:

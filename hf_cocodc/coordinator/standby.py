@@ -33,6 +33,8 @@ _SLOWER = 2.0
 """Where requests take long, for so many of them: whoever serves needs two or three to show itself."""
 _NEAR_S, _FAR_S = 0.05, 1.0
 """Seconds between two looks for callers, in a folder and far away."""
+_BUSY_S, _BUSY_LOOK_S = 10.0, 0.2
+"""For so many seconds after a call, or after this process has begun to serve, others are likely; it looks for them more often."""
 _BEAT_S = 1.0
 _SURE_S = 5.0
 """Seconds after which a coordinator looks whether it still is the one that goes on; also if it stood still for so long."""
@@ -42,7 +44,7 @@ _LINGER_S = 5.0
 
 
 class Standby:
-    """Stands by in a thread of this process, and serves while nobody else does, until `close`. Raises like `Mailbox`.
+    """Stands by in a thread of this process, and serves while nobody else does, until `close`. Raises like `Mailbox.begin`.
 
     Args:
         hears: called when another process serves than the one that this process has called; it may be this one.
@@ -53,6 +55,7 @@ class Standby:
 
     def __init__(self, url: str, keys: Keys | None, hears: Callable[[], object] = lambda: None) -> None:
         self._box, self._keys, self._hears = mailbox(url), keys, hears
+        self._box.begin()
         self._closes, self.serves = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-standby", daemon=True)
         self._thread.start()
@@ -125,7 +128,7 @@ class Standby:
     ) -> None:
         """Let callers in. Raises StateTaken if another one serves, because this one stood still."""
         ends_at, sure_at = 0.0, time.monotonic()
-        cleared_at = sure_at
+        cleared_at = called_at = sure_at
         leftovers = Leftovers(box)
         while not failures:
             now = time.monotonic()
@@ -141,9 +144,11 @@ class Standby:
                 cleared_at = now
                 threading.Thread(target=_clear, args=(leftovers,), daemon=True).start()
             for name in box.storage.names(calls_of(box.process)):
-                box.storage.remove(f"{calls_of(box.process)}/{name}")
                 threading.Thread(target=_let_in, args=(box, name, served.port), daemon=True).start()
-            time.sleep(_NEAR_S if box.storage.is_near else _FAR_S)
+                box.storage.remove(f"{calls_of(box.process)}/{name}")
+                called_at = time.monotonic()
+            is_busy = time.monotonic() < called_at + _BUSY_S
+            time.sleep(_NEAR_S if box.storage.is_near else _BUSY_LOOK_S if is_busy else _FAR_S)
 
 
 def _show(box: Mailbox, over: threading.Event) -> None:

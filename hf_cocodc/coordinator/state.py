@@ -297,38 +297,37 @@ class StateInStorage(State):
         silent: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         super().__init__(f"the coordinator's state in {storage.url}")
-        self._storage, self._silent, before = storage, silent, number
+        self._storage, self._silent = storage, silent
         self._cipher = None if keys is None else AESGCM(keys.of("state in a storage").raw)
-        listed = _numbers(storage)
-        number = max(listed, default=0)
+        number = newest_state(storage) if number is None else number
         newest = storage.get(_name(number)) if number else b""
-        while (following := storage.get(_name(number + 1))) is not None:  # a list may be late
-            number, newest = number + 1, following
-        if before not in (None, number):
-            raise StateTaken("another coordinator has taken over")
         if newest is None:  # an empty state in its place would forget the run
             raise StorageError(
                 f"{self._named}: number {number} is listed, and cannot be read yet. It is tried again."
             )
-        self._newest_object, self._writes, now = (number, newest), newest, time.monotonic()
-        self._old = deque((each, now) for each in sorted({*listed, number} - {0}))
+        self._newest_object, self._writes = (number, newest), newest
+        self._old = deque[tuple[int, float]]()
         if newest:
             self._go_on_from(self._opened(newest).splitlines(keepends=True))
-        self._advance()
+        listed, now = self._advance(), time.monotonic()
+        self._old.extendleft((each, now) for each in sorted(listed, reverse=True) if each <= number)
 
     def _keep(self, key: str, state: Run) -> None:
         self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self) -> list[int]:
+        """Write the next object. Returns the numbers of those that were there."""
         sealed = self._sealed(b"".join(self._all_lines()))
         number, self._writes = self._newest_object[0] + 1, sealed
         is_ours = self._storage.create(_name(number), sealed)
-        if not is_ours or newest_state(self._storage) > number:
+        listed = _numbers(self._storage)  # afterwards: this process may have stood still before
+        if not is_ours or max(listed, default=0) > number:
             raise StateTaken("another coordinator has taken over")
         self._newest_object = number, sealed
         self._old.append((number, time.monotonic()))
         with contextlib.suppress(StorageError):
             self._prune()
+        return listed
 
     def _prune(self) -> None:
         """Delete what is old; at most two objects, for somebody waits."""

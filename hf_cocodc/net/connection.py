@@ -38,7 +38,7 @@ _SKIPPED = 1 << 20
 _DUE_MESSAGES, DUE_BYTES = 16, 256 << 10
 """What this end receives at most before it acknowledges it."""
 _ASK_S = 0.5
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 """Seconds in which the other end says how much it has received."""
 
 
@@ -109,6 +109,7 @@ class Connection:
         broken: called, in any thread, when a socket has failed.
         congestion: TCP's congestion control; None for that of the machine.
         ciphers_for: makes the ciphers of a socket; None if nothing is sealed.
+        probes: whether large packets may vanish on its sockets, which is looked at (`Pipe.open`).
 
     Attributes:
         broken_at: since when it has no socket, by the clock of `awake_s`; infinite while it has one.
@@ -123,7 +124,9 @@ class Connection:
         broken: Callable[["Connection"], None],
         congestion: str | None = None,
         ciphers_for: CiphersFor | None = None,
+        probes: bool = True,
     ) -> None:
+        self._probes = probes
         self._pipe: Pipe | None = None
         self._last: Pipe | None = None
         self._seen_before = Seen()
@@ -193,7 +196,7 @@ class Connection:
             self._rate = rate
             return self._pipe is None or pace(self._pipe.socket, rate) or self._error is not None
 
-    def attach(self, connected: socket.socket, timeout_s: float = _ANSWER_S) -> None:
+    def attach(self, connected: socket.socket, timeout_s: float = ANSWER_S) -> None:
         """Go on with a socket, on which the other end calls `attach` too. It takes two round trips.
 
         Raises OSError if the other end says nothing on it, closes it, or is not the one that it should be (`Pipe.open`), and
@@ -203,7 +206,9 @@ class Connection:
         try:
             with self._attaching:
                 self._check()
-                pipe.open(timeout_s, self._ciphers_for)  # before that, nobody has proven anything
+                pipe.open(
+                    timeout_s, self._ciphers_for, self._probes
+                )  # before that, nobody has proven anything
                 self._break(self._pipe, ConnectionLost("another socket takes its place"))
                 with self._changed:  # what has come is counted once nobody receives any more
                     self._changed.wait_for(lambda: not self._reads and not self._writes)

@@ -4,11 +4,12 @@ All that regions and their coordinator say goes through sockets. Here the far en
 becomes objects there, numbered from 0, which the other end reads in order, and deletes. Nothing else changes: what is sealed
 stays sealed, and whoever reads the storage sees how much was said, and when.
 
-Two ends meet under a name that both know. Each writes a card with a number of its own (`Card`), and the number that it has read
-on the other card. They have met once each finds its own number on the other card; a card that an earlier life has left never
-names a number of this one. Clocks are not compared. A process shows that it lives by a count that moves (`Life`); one whose count
-stands still for `_LOOKS` looks is gone, and its sockets break as those of a machine without power do. Beside the count stands how
-many objects each of its sockets has written: what is not there to be read for so many counts is lost, and the socket breaks.
+Two ends meet under a name that both know. Each writes a card with a number of its own (`Card`), reads that of the other end, and
+begins. With its first words it writes on its card which number it has read. Nobody takes a card on which another number than its
+own stands as read: it is of an earlier socket. Clocks are not compared. A process shows that it lives by a count that moves
+(`Life`); one whose count stands still for `_LOOKS` looks is gone, and its sockets break as those of a machine without power do.
+Beside the count stands how many objects each of its sockets has written: what is not there to be read for so many counts is lost,
+and the socket breaks.
 """
 
 import atexit
@@ -22,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -48,16 +49,22 @@ _SAID, _MORE, _END = b"\0", b"\1", b"\2"
 """The first byte of an object: the next one may take its time, or is there at once; or this end says no more."""
 _NEAR_S, _FAR_S = (0.01, 0.25), (0.2, 2.0)
 """Seconds between two looks for an object: at first, and at most; in a folder, and far away."""
-_GATHER_S = 0.25
+_YOUNG_S = 10.0
+"""In its first seconds a socket far away is looked at as often as one in a folder: regions that meet say many short words."""
+_GATHER_S, _GATHER_YOUNG_S = 0.25, 0.02
 """Far away, two objects of one socket are begun so many seconds apart, unless they are full."""
+_FIRST_WORDS_S = 0.05
+"""So long the card waits for the first words, with which it is written."""
 _LIFE_S, _LOOKS, _ABSENT = (1.0, 2.0), 8, 3
 """Seconds between two counts of a process that lives, near and far; how often one may be found unmoved; and for how many of these
 looks one counts that finds it removed.
 """
 _BROKEN = -1
 """In the place of how much a socket has written: it says no more."""
-_MEET_S = 10.0
-"""A card that is shown for a shorter time may be missed."""
+_MEET_S, _SHOW_S = 10.0, 2.0
+"""A card that is shown for a shorter time may be missed. It is written again after so many seconds: an earlier socket of its name
+that breaks may have written to it, or removed it.
+"""
 _FLUSH_S = 15.0
 """A process that ends waits so long for what it has said to be written."""
 _TELL_S = 600.0
@@ -69,7 +76,7 @@ class Card(msgspec.Struct, frozen=True):
     Attributes:
         number: of this end's try; no other try has it.
         process: whose count shows that this end lives.
-        seen: the number on the other end's card, if it was there.
+        seen: the number on the other end's card, once this end has begun with it.
     """
 
     number: str
@@ -90,9 +97,9 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Mailbox:
-    """This process's sockets through one storage. Raises InputError if this machine cannot reach it, StorageError if it refuses.
+    """This process's sockets through one storage. Raises InputError if no storage has such a URL.
 
-    A process has one of each storage (`mailbox`).
+    A process has one of each storage (`mailbox`). It writes nothing there before it begins (`begin`).
 
     Attributes:
         serves_at: the port of the coordinator that this process serves there.
@@ -105,20 +112,40 @@ class Mailbox:
     def __init__(self, url: str) -> None:
         self.storage = Storage(url)
         self.process = f"{os.getpid()}-{_space()}-{token_hex(8)}"
-        self.waits_s = _NEAR_S if self.storage.is_near else _FAR_S
-        self.gather_s = 0.0 if self.storage.is_near else _GATHER_S
         self._lives: dict[str, tuple[Life | None, int]] = {}
         self._ways: set[_Way] = set()
-        self._lock = threading.Lock()
+        self._numbers: dict[str, str] = {}
+        self._lock, self._has_begun = threading.Lock(), False
         self._count, self._told_at = 0, time.monotonic()
+
+    def begin(self) -> None:
+        """Show from now on that this process lives. Raises InputError if this machine cannot reach the storage, StorageError if
+        it refuses.
+        """
+        if self._has_begun:
+            return
         self._show_life()
         if self._life_of(self.process) is None:
             raise StorageError(
-                f"{url}: what this machine has written is not there to be read. Look at the storage: every region must write, "
-                "read, list and delete there."
+                f"{self.storage.url}: what this machine has written is not there to be read. Look at the storage: every region "
+                "must write, read, list and delete there."
             )
+        with self._lock:  # another thread may have been faster
+            has_begun, self._has_begun = self._has_begun, True
+        if has_begun:
+            return
         threading.Thread(target=self._live, name="hf_cocodc-mailbox", daemon=True).start()
         atexit.register(self.flush)
+
+    def waits_s(self, since: float) -> tuple[float, float]:
+        """Seconds between two looks for an object, at first and at most, on a socket that began then."""
+        is_young = time.monotonic() < since + _YOUNG_S
+        return _NEAR_S if self.storage.is_near or is_young else _FAR_S
+
+    def gather_s(self, since: float) -> float:
+        if self.storage.is_near:
+            return 0.0
+        return _GATHER_YOUNG_S if time.monotonic() < since + _YOUNG_S else _GATHER_S
 
     def meet(
         self, name: str, is_first: bool, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -145,6 +172,7 @@ class Mailbox:
         look: Callable[[], object] = lambda: None,
     ) -> None:
         """Let a socket of this process reach the other end of a name. See `meet`."""
+        self.begin()
         card, other = self._meet(name, is_first, time.monotonic() + max(timeout_s, _MEET_S), look)
         for earlier in self._open_ways:
             if (earlier.name, earlier.is_first) == (name, is_first):
@@ -160,23 +188,32 @@ class Mailbox:
 
     def _meet(self, name: str, is_first: bool, until: float, look: Callable[[], object]) -> tuple[Card, Card]:
         mine, theirs = (f"cards/{name}/{int(each)}" for each in (is_first, not is_first))
-        card, shown, wait_s = Card(token_hex(8), self.process), None, self.waits_s[0]
+        with self._lock:  # the other end may have taken the card of a try that has ended meanwhile
+            number = self._numbers.setdefault(mine, token_hex(8))
+        card, began = Card(number, self.process), time.monotonic()
+        show_at, wait_s = began, 0.0
         while True:
-            other = self.card(theirs)
-            if other is not None:
-                card = msgspec.structs.replace(card, seen=other.number)
-            if wait_s == self.waits_s[1]:
-                look()
-            # now and then again: an earlier socket of this name that breaks may have written to it meanwhile
-            if card != shown or wait_s == self.waits_s[1]:
-                self.storage.put(mine, msgspec.json.encode(card))
-                shown, wait_s = card, self.waits_s[0]
-            if other is not None and other.seen == card.number:
-                return card, other
+            requests: list[Callable[[], Card | None]] = [partial(self.card, theirs)]
+            if time.monotonic() >= show_at:
+                if show_at > began:
+                    look()
+                requests.append(partial(self.storage.put, mine, msgspec.json.encode(card)))
+                show_at = time.monotonic() + _SHOW_S
+            other = None
+            try:
+                other = _together(requests)[0]
+            except StorageError as error:  # it may be back before the time is over
+                if not error.may_pass or time.monotonic() > until:
+                    raise
+            if other is not None and other.seen in ("", number):
+                with self._lock:
+                    self._numbers.pop(mine, None)
+                return msgspec.structs.replace(card, seen=other.number), other
             if time.monotonic() > until:
                 raise TimeoutError("the other end has not come")
+            first_s, most_s = self.waits_s(began)
+            wait_s = min(max(1.5 * wait_s, first_s), most_s)
             time.sleep(wait_s)
-            wait_s = min(1.5 * wait_s, self.waits_s[1])
 
     def card(self, name: str) -> Card | None:
         return self._read(name, Card)
@@ -286,7 +323,8 @@ class _Way:
         first, second = (card, other) if is_first else (other, card)
         folder = f"said/{name}/{first.number}-{second.number}"
         self._out, self._in = (f"{folder}/{int(each)}" for each in (is_first, not is_first))
-        self._card = f"cards/{name}/{int(is_first)}"
+        self._card, self._shown_card = f"cards/{name}/{int(is_first)}", msgspec.json.encode(card)
+        self._began = time.monotonic()
         self._written = self.shown = 0
         self._missed, self._missed_at = 0, -1
         self._is_broken = self._has_said_all = self._holds = False
@@ -330,22 +368,24 @@ class _Way:
                 self._socket.close()
 
     def _say(self) -> None:
-        began = 0.0
+        began, puts = 0.0, [partial(self._storage.put, self._card, self._shown_card)]
+        if not _is_ready(self._socket, select.POLLIN, _FIRST_WORDS_S):
+            _together(puts)
+            puts = []
         while not self._is_broken:
             _is_ready(self._socket, select.POLLIN)
             self._holds = True
             try:
                 if self._is_broken:
                     return
-                said = self._gathered(began + self._box.gather_s)
+                said = self._gathered(began + self._box.gather_s(self._began))
                 began = time.monotonic()
                 pieces = [said[at : at + PIECE] for at in range(0, len(said), PIECE)]
                 contents = [(_SAID if piece is pieces[-1] else _MORE) + piece for piece in pieces] or [_END]
-                _together(
-                    partial(self._storage.put, f"{self._out}/{self._written + at}", each)
-                    for at, each in enumerate(contents)
-                )
-                self._written += len(contents)
+                for at, each in enumerate(contents, self._written):
+                    puts.append(partial(self._storage.put, f"{self._out}/{at}", each))
+                _together(puts)
+                self._written, puts = self._written + len(contents), []
                 if not pieces:
                     self._has_said_all = True
                     return
@@ -366,24 +406,31 @@ class _Way:
         return bytes(said)
 
     def _hear(self) -> None:
-        number, wait_s, at_once = 0, self._box.waits_s[0], 1
+        number, wait_s, at_once = 0, 0.0, 1
+        heard: list[str] = []
         while not self._is_broken:
             names = [f"{self._in}/{number + place}" for place in range(at_once)]
-            heard = _together(partial(self._storage.get, name) for name in names)
-            said = [content for content in takewhile(bool, heard) if content]
+            requests: list[Callable[[], bytes | None]] = [partial(self._storage.get, name) for name in names]
+            requests += [
+                partial(self._storage.remove, name) for name in heard
+            ]  # side by side with the next look
+            found = _together(requests)[: len(names)]
+            said = [content for content in takewhile(bool, found) if content]
+            heard = names[: len(said)]
             for content in said:
                 self._pass_on(memoryview(content)[1:])
             if said:
-                _together(partial(self._storage.remove, name) for name in names[: len(said)])
                 kind, number = said[-1][:1], number + len(said)
-                wait_s, self._missed, at_once = self._box.waits_s[0], 0, PIECES if kind == _MORE else 1
+                wait_s, self._missed, at_once = 0.0, 0, PIECES if kind == _MORE else 1
                 if kind == _END:
+                    _together([partial(self._storage.remove, name) for name in heard])
                     self._socket.shutdown(socket.SHUT_WR)
                     return
-            if len(said) < len(heard):
+            if len(said) < len(names):
                 self._look_at_other(number)
+                first_s, most_s = self._box.waits_s(self._began)
+                wait_s, at_once = min(max(1.5 * wait_s, first_s), most_s), 1
                 time.sleep(wait_s)
-                wait_s, at_once = min(1.5 * wait_s, self._box.waits_s[1]), 1
 
     def _look_at_other(self, number: int) -> None:
         """Raise ConnectionResetError if an object of the other end will not come any more."""
@@ -445,10 +492,9 @@ def _joined_sockets() -> tuple[socket.socket, socket.socket]:
             other.close()  # somebody else was faster
 
 
-def _together(requests: Iterable[Callable[[], T]]) -> list[T]:
+def _together(requests: Sequence[Callable[[], T]]) -> list[T]:
     """The results of requests, in order; several are made side by side."""
-    calls = list(requests)
-    return [calls[0]()] if len(calls) == 1 else side_by_side(calls, PIECES)
+    return [requests[0]()] if len(requests) == 1 else side_by_side(requests, len(requests))
 
 
 def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:

@@ -16,11 +16,12 @@ from ..errors import LinkError, short
 from ..threads import NativeThread, side_by_side
 from .addresses import is_from, is_url, named
 from .awake import awake_s
-from .connection import Connection, ConnectionLost
+from .connection import ANSWER_S, Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
+from .mailbox import mailbox
 from .pipe import CiphersFor, Seen
 from .port import Port
-from .reaching import NotReached, Search
+from .reaching import REACH_S, NotReached, Search
 from .recovery import Denied, Recovery, stream_verdict
 
 MAX_CONNECTIONS = 16
@@ -98,6 +99,7 @@ class Pair:
         self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._is_closed = False
+        self._storage = storage
         self._search = Search(region < other, timeout_s, own, storage)
         self._port.expect(self._first_token(region), self._search.take)
 
@@ -123,6 +125,53 @@ class Pair:
         """What one of the two regions says when it calls the other one for the first time."""
         return self._agreed.of("meet", called).raw
 
+    @property
+    def has_no_address(self) -> bool:
+        """Whether a storage is the only way there may be."""
+        return bool(self._storage) and not self._addresses and not self._theirs
+
+    def meet_in_storage(self, count: int, look: Callable[[], object] = lambda: None) -> None:
+        """Make the control connection and `count` for payloads, all at once. Raises like `meet`.
+
+        No earlier connection is in the way, as on the network: a mailbox tells them apart.
+        """
+        self.way, self._called = "storage", (self._storage, 0)
+        self._begin(b"")
+        self.control = self._connection(0, str(self.region))
+        self.bulk = [self._connection(number + 1, f"{self.region}-{number}") for number in range(count)]
+        self._look_whether_closed()
+
+        def look_for_both() -> None:
+            if self._is_closed:
+                raise LinkError(f"the connections to region {self.region} are closed.")
+            look()
+
+        def make(number: int, connection: Connection) -> None:
+            timeout_s = min(REACH_S, self._timeout_s)
+            try:
+                opened = self._search.call((self._storage, 0), self._token, number, timeout_s, look_for_both)
+            except OSError as error:
+                raise self._not_reached(f"{self._storage} ({short(error.strerror or error, 300)})") from error
+            self._attach(connection, opened)
+
+        side_by_side([partial(make, number, each) for number, each in enumerate(self.connections)], count + 1)
+        # a message is written and read, and so is its answer
+        self.rtt_s = 4 * mailbox(self._storage).storage.fastest_s
+
+    def _begin(self, words: bytes) -> None:
+        """Make the keys of this meeting: what was said in an earlier one of the two does not count here."""
+        fresh = self._agreed.of("pair", words.hex())
+        self._sealing = None if self._keys is None else fresh
+        # who listens on the way cannot make the keys, and so no token that has not been said
+        self._token, self._resumes = (fresh.of(what).raw for what in ("payloads", "again"))
+
+    def _not_reached(self, why: object) -> LinkError:
+        region, other = self._ids
+        return LinkError(
+            f"region {region} and region {other} do not reach each other through the storage: {why}. Look at both: hf-cocodc "
+            "doctor RECIPE --region N --coordinator URL."
+        )
+
     def meet(self, look: Callable[[], object] = lambda: None) -> None:
         """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other.
 
@@ -135,10 +184,7 @@ class Pair:
             )
         except NotReached as error:
             if not self._addresses:
-                raise LinkError(
-                    f"region {region} and region {other} do not reach each other through the storage: {error}. Look at both: "
-                    "hf-cocodc doctor RECIPE --region N --coordinator URL."
-                ) from error
+                raise self._not_reached(error) from error
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
                 f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
@@ -149,13 +195,9 @@ class Pair:
         finally:
             self._port.forget(self._first_token(region))
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
-        # the two may have met before: nothing of what was said then counts here
-        fresh = self._agreed.of("pair", words.hex())
-        self._sealing = None if self._keys is None else fresh
+        self._begin(words)
         if self._called is not None and is_url(self._called[0]):
             self.way = "storage"
-        # who listens on the way cannot make the keys, and so no token that has not been said
-        self._token, self._resumes = (fresh.of(what).raw for what in ("payloads", "again"))
         if self._called is None:
             self._callers = [each for each in self._theirs if is_from(connection, each[0])]
             self._port.expect(self._token, self._arrive)
@@ -196,7 +238,11 @@ class Pair:
         """
         opened = self._open(number, timeout_s, look)
         connection = Connection(
-            f"{self.region}-stream", self._stream_recovery.begin, self._congestion, self._ciphers_for(number)
+            f"{self.region}-stream",
+            self._stream_recovery.begin,
+            self._congestion,
+            self._ciphers_for(number),
+            self.way != "storage",
         )
         with self._changed:
             self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
@@ -243,7 +289,7 @@ class Pair:
         region, other = self._ids
         if self._called is not None:
             try:
-                return self._search.call(self._called, self._token, number, timeout_s)
+                return self._search.call(self._called, self._token, number, timeout_s, look)
             except OSError as error:
                 why = short(error.strerror or error, 200)
                 raise LinkError(
@@ -273,14 +319,16 @@ class Pair:
             earlier.close()
 
     def _connection(self, number: int, name: str, congestion: str | None = None) -> Connection:
-        return Connection(name, self._recovery.begin, congestion, self._ciphers_for(number))
+        is_storage = self.way == "storage"
+        return Connection(name, self._recovery.begin, congestion, self._ciphers_for(number), not is_storage)
 
     def _call_again(self, connection: Connection) -> None:
         """Call for a broken connection; or look whether the region is there, if it calls."""
         try:
             if self._called is not None:
                 number = next(key for key, each in self._numbered().items() if each is connection)
-                connection.attach(self._search.call(self._called, self._resumes, number, _RECALL_S))
+                opened = self._search.call(self._called, self._resumes, number, _RECALL_S)
+                connection.attach(opened, REACH_S if self.way == "storage" else ANSWER_S)
                 return
             # not its own addresses: behind a router, they may be those of other machines here
             for address in self._callers:

@@ -101,25 +101,24 @@ class Pipe:
         self._ciphers: Ciphers | None = None
         self._sealed = memoryview(b"")
 
-    def open(self, timeout_s: float, ciphers_for: CiphersFor | None) -> None:
-        """Make the ciphers, and prove them; see that large packets pass. Raises OSError: Swallowed if only small ones do."""
+    def open(self, timeout_s: float, ciphers_for: CiphersFor | None, probes: bool = True) -> None:
+        """Make the ciphers; with `probes`, prove them, and see that large packets pass. Raises OSError: Swallowed if only small
+        ones do.
+        """
         self.socket.settimeout(timeout_s)
-        nonce, theirs, probe = (
-            secrets.token_bytes(_NONCE_BYTES),
-            bytearray(_NONCE_BYTES),
-            bytearray(SIZES[0]),
-        )
+        nonce, theirs = secrets.token_bytes(_NONCE_BYTES), bytearray(_NONCE_BYTES)
         self.send(nonce)
         self.fill(memoryview(theirs))
         if ciphers_for is not None:
             self._ciphers = ciphers_for(nonce, bytes(theirs))
             self._sealed = memoryview(bytearray(_RECORD + self._ciphers[1].overhead))
-        self.socket.settimeout(min(timeout_s, _PROBE_S))
-        try:
-            self.send(bytes(SIZES[0]))
-            self.fill(memoryview(probe))
-        except TimeoutError as error:
-            raise Swallowed from error
+        if probes:
+            self.socket.settimeout(min(timeout_s, _PROBE_S))
+            try:
+                self.send(bytes(SIZES[0]))
+                self.fill(memoryview(bytearray(SIZES[0])))
+            except TimeoutError as error:
+                raise Swallowed from error
         self.socket.settimeout(None)
 
     def send(self, header: bytes, content: bytes | memoryview = b"", flags: int = 0) -> None:

@@ -159,13 +159,21 @@ class Search:
         for place, where in enumerate(dict.fromkeys(each[-1][:2] for each in found)):
             self._begin(self._call, announced, where, token, place * _STAGGER_S)
 
-    def call(self, address: tuple[str, int], token: bytes, number: int, timeout_s: float) -> socket.socket:
+    def call(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        number: int,
+        timeout_s: float,
+        look: Callable[[], object] = lambda: None,
+    ) -> socket.socket:
         """A connection to the other end's port, on which token and number were said; or one through a storage, where the other
-        end calls likewise. Raises OSError if nobody answers there, or the other end does not come.
+        end calls likewise, and `look` is called now and then. Raises OSError if nobody answers there, or the other end does not
+        come.
         """
         host, port = address
         if is_url(host):
-            return tuned(mailbox(host).meet((token + bytes([number])).hex(), self._asks, timeout_s))
+            return tuned(mailbox(host).meet((token + bytes([number])).hex(), self._asks, timeout_s, look))
         return dial(host, port, token, number, timeout_s, self._own)
 
     def _call(
@@ -194,9 +202,8 @@ class Search:
             self._candidates.add(connection)
         own, theirs = os.urandom(_LARGE), b""
         with contextlib.suppress(OSError):
-            is_storage = address is not None and is_url(address[0])
-            was_called = address is not None and not is_storage
-            theirs = self._words_of_other(connection, own, was_called, is_storage)
+            was_called = address is not None and not is_url(address[0])
+            theirs = self._words_of_other(connection, own, was_called)
         with self._lock:
             self._candidates.discard(connection)
             if theirs and not self._over.is_set():
@@ -208,24 +215,21 @@ class Search:
                     return
         _end(connection)
 
-    def _words_of_other(
-        self, connection: socket.socket, own: bytes, was_called: bool, is_storage: bool
-    ) -> bytes:
+    def _words_of_other(self, connection: socket.socket, own: bytes, was_called: bool) -> bytes:
         """With what the other end asks for agreement on a connection, or agrees; empty if it does not. Raises OSError if it says
         nothing.
         """
         connection.settimeout(self._timeout_s)
         first = b""
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            if self._asks:  # a storage loses nothing that is large, and each word takes a second
-                connection.sendall(_ASK + own if is_storage else _ASK)
+            if self._asks:
+                connection.sendall(_ASK)
             first = connection.recv(1)
         if not first and was_called:
             self._closed_at = time.monotonic()
         if first != (_HERE if self._asks else _ASK):
             return b""
-        if not (self._asks and is_storage):
-            connection.sendall(own if self._asks else _HERE)
+        connection.sendall(own if self._asks else _HERE)
         connection.settimeout(_LARGE_S)
         began, theirs = time.monotonic(), bytearray()
         with contextlib.suppress(TimeoutError):

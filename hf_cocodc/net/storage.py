@@ -7,6 +7,7 @@ checksum, and one that does not fit its checksum counts as absent until it does.
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import random
 import secrets
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit
@@ -57,6 +59,9 @@ _UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 class StorageError(LinkError, OSError):
     """The storage does not do what it is asked for. Whoever waits for a socket through it takes it as a failed one."""
 
+    may_pass = True
+    """Whether it may do so later as things are; not if its credentials, or its name, are wrong."""
+
 
 class _Backend(Protocol):
     """What a storage does at one request. Raises FileNotFoundError if there is no such object, or any other error."""
@@ -85,16 +90,20 @@ class _Folder:
     has_one_winner = True
 
     def __init__(self, path: str) -> None:
-        self._root = Path(path)
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.root = Path(path)
+        if not self.root.parent.is_dir():
+            raise InputError(
+                f"{short(path, 200)} cannot be a storage: there is no folder {short(self.root.parent, 200)} on this machine. "
+                "Correct the URL, or mount the file system that all regions share."
+            )
 
     def write(self, name: str, content: bytes) -> None:
-        os.replace(self._written(name, content), self._root / name)
+        os.replace(self._written(name, content), self.root / name)
 
     def create(self, name: str, content: bytes) -> bool:
         new = self._written(name, content)
         try:
-            os.link(new, self._root / name)
+            os.link(new, self.root / name)
         except FileExistsError:
             return False
         except OSError as error:
@@ -106,16 +115,16 @@ class _Folder:
         return True
 
     def read(self, name: str) -> bytes:
-        return (self._root / name).read_bytes()
+        return (self.root / name).read_bytes()
 
     def delete(self, name: str) -> None:
-        (self._root / name).unlink()
+        (self.root / name).unlink()
 
     def names(self, folder: str) -> list[str]:
-        return [name for name in os.listdir(self._root / folder) if not name.endswith(".new")]
+        return [name for name in os.listdir(self.root / folder) if not name.endswith(".new")]
 
     def _written(self, name: str, content: bytes) -> Path:
-        path = self._root / name
+        path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{secrets.token_hex(6)}.new")
         new.write_bytes(content)
@@ -302,11 +311,13 @@ def _backend_of(url: str) -> _Backend:
 
 
 class Storage:
-    """The objects below a URL. Any thread may call it. Raises InputError if this machine cannot reach such a URL.
+    """The objects below a URL, which the first request opens. Any thread may call it. Raises InputError if no storage has such a
+    URL, and with any request, if this machine cannot reach it.
 
     Attributes:
         requests: how many of each kind were made; `num_bytes`: that were written, and read.
         is_near: whether a request costs next to nothing.
+        fastest_s: seconds of the fastest request so far.
     """
 
     def __init__(self, url: str) -> None:
@@ -315,15 +326,18 @@ class Storage:
         self.is_near = parts.scheme == "file"
         if self.is_near and (parts.netloc not in ("", "localhost") or not parts.path):
             raise InputError(f"{url}: a folder is named as file:///PATH, with three slashes.")
-        try:
-            self._backend = _backend_of(self.url)
-        except CocodcError:
-            raise
-        except Exception as error:  # each library has its own
-            raise InputError(f"{url} cannot be used: {_remedy(error)}.") from error
         self.requests: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counting, self.fastest_s = threading.Lock(), math.inf
+
+    @cached_property
+    def _backend(self) -> _Backend:
+        return _backend_of(self.url)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is a folder that no region has made yet. Raises InputError if none can make it."""
+        return self.is_near and not _Folder(unquote(urlsplit(self.url).path)).root.is_dir()
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object, whole, in the place of an earlier one. Raises StorageError."""
@@ -388,11 +402,25 @@ class Storage:
         wait_s = _FIRST_WAIT_S
         for left in reversed(range(_TRIES)):
             self._count(kind, 1, num_bytes)
+            began = time.monotonic()
             try:
-                return request()
-            except Exception as error:
-                if not left or isinstance(error, PermissionError):
-                    raise StorageError(f"{self.url}: cannot {kind} {name!r}: {_remedy(error)}.") from error
+                answer = request()
+            except CocodcError:
+                raise
+            except Exception as error:  # each library has its own
+                words, may_pass = _remedy(error)
+                # one that has answered before may refuse for a moment what it allows
+                if (
+                    not left
+                    or isinstance(error, PermissionError)
+                    or not (may_pass or self.fastest_s < math.inf)
+                ):
+                    failure = StorageError(f"{self.url}: cannot {kind} {name!r}: {words}.")
+                    failure.may_pass = may_pass
+                    raise failure from error
+            else:
+                self.fastest_s = min(self.fastest_s, time.monotonic() - began)
+                return answer
             time.sleep(wait_s * random.uniform(0.5, 1.0))  # others try again, too
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         raise AssertionError
@@ -430,56 +458,40 @@ def _content_of(whole: bytes) -> bytes | None:
     return None
 
 
-def _remedy(error: BaseException) -> str:
-    """What has failed, and what helps."""
+def _remedy(error: BaseException) -> tuple[str, bool]:
+    """What has failed, and what helps; and whether to wait may help, too."""
     said = short(getattr(error, "strerror", None) or error, 300).rstrip(".") or type(error).__name__
     # s3fs keeps the sentence of an error; its cause has the code
     heard = f"{type(error).__name__} {said} {error.__cause__ or ''}".lower()
     for signs, way_out in _REMEDIES:
-        if any(sign in heard for sign in signs):
-            return f"{said}. {way_out}"
-    return f"{said}. Look at the network between this machine and the storage"
+        if any(sign in heard for sign in signs.split(", ")):
+            return f"{said}. {way_out}", way_out == _FULL
+    return f"{said}. Look at the network between this machine and the storage", True
 
 
+_FULL = "The storage is full, or asks for fewer requests"
 # words alone: a number, such as 404, may be part of a name or of a port
 _REMEDIES = (
     (
-        ("hard links",),
+        "hard links",
         "A mounted bucket is such a folder, and two of its mounts may both create one object. Name the bucket itself (such as "
         "hf://buckets/NAME/BUCKET/run7), or a folder of a network file system",
     ),
-    (("(notimplemented)",), "It knows no conditional writes (If-None-Match). Name another storage"),
+    ("(notimplemented)", "It knows no conditional writes (If-None-Match). Name another storage"),
     (
-        (
-            *("nosuchbucket", "invalidbucketname", "permanentredirect", "authorizationheadermalformed"),
-            *("bucket does not exist", "bucket not found", "filenotfounderror"),
-        ),
+        "nosuchbucket, invalidbucketname, permanentredirect, authorizationheadermalformed, bucket does not exist, "
+        "bucket not found, filenotfounderror",
         "Create the bucket, or correct the URL (with S3: the region or AWS_ENDPOINT_URL)",
     ),
+    ("skew, expired, reasonable timeframe", "Correct this machine's clock, or make a new token"),
     (
-        ("skew", "expired", "reasonable timeframe"),
-        "Correct this machine's clock, or make a new token",
+        "quota, no space, storagefull, storage limit, payment required, oserror failure, slowdown, too many requests, "
+        "rate limit, request rate",
+        _FULL,
     ),
     (
-        (
-            *("quota", "no space", "storagefull", "storage limit", "payment required", "oserror failure"),
-            *("slowdown", "too many requests", "rate limit", "request rate"),
-        ),
-        "The storage is full, or asks for fewer requests",
-    ),
-    (
-        (
-            *(
-                "permission",
-                "denied",
-                "forbidden",
-                "credential",
-                "unauthorized",
-                "authentication",
-                "read-only",
-            ),
-            *("profilenotfound", "passwordrequired", "tokennotfound"),
-        ),
+        "permission, denied, forbidden, credential, unauthorized, authentication, read-only, profilenotfound, "
+        "passwordrequired, tokennotfound",
         "Give this machine the credentials of the storage, with leave to write, read, list and delete there",
     ),
 )

@@ -139,8 +139,11 @@ class Wire:
         """
         pair = self._pair(region, other, about)
         try:
-            pair.meet(look)
-            self._widen(pair)
+            if pair.has_no_address:
+                pair.meet_in_storage(self._asked or 1, look)
+            else:
+                pair.meet(look)
+                self._widen(pair)
         except BaseException:
             pair.close()
             raise

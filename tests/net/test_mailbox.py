@@ -47,7 +47,10 @@ def fixture_joined() -> Iterator[Join]:
 
 
 def boxes(url: str) -> tuple[Mailbox, Mailbox]:
-    return Mailbox(url), Mailbox(url)
+    both = Mailbox(url), Mailbox(url)
+    for box in both:
+        box.begin()
+    return both
 
 
 def said(sock: socket.socket) -> bytes:
@@ -184,17 +187,19 @@ def test_the_log_says_how_many_requests_and_what_they_cost(
     assert ("dollars" in line) == costs
 
 
-def test_a_card_of_an_earlier_life_is_nobody(joined: Join, tmp_path: Path) -> None:
+def test_a_socket_to_a_card_of_an_earlier_life_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are of two lives, so regions do not meet one. The simulation goes on with the next socket."""
+    monkeypatch.setattr(mailbox, "_LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "_MEET_S", 0.2)
     url = folder_url(tmp_path)
-    gone = Mailbox(url)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "_MEET_S", 0.2)
-        with pytest.raises(TimeoutError):
-            gone.meet("name", True, 0.2)
-    assert (tmp_path / "cards" / "name" / "1").exists()
-    sock, end = joined(*boxes(url))
-    sock.sendall(b"hello")
-    assert end.recv(5) == b"hello"
+    with pytest.raises(TimeoutError):
+        Mailbox(url).meet("name", True, 0.2)
+    with Mailbox(url).meet("name", False, PATIENCE_S) as sock:
+        sock.settimeout(PATIENCE_S)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
 
 
 def test_a_socket_breaks_when_the_other_process_has_stopped(
@@ -224,6 +229,7 @@ def test_a_process_that_begins_removes_the_signs_of_life_of_those_that_have_died
         objects.put(f"lives/{name}", b'{"count":1,"said":{}}')
     assert [mailbox.has_died(name) for name in names] == [True, False, False, False]
     box = Mailbox(folder_url(tmp_path))
+    box.begin()
     wait_until(lambda: names[0] not in objects.names("lives"))
     assert sorted(objects.names("lives")) == sorted([*names[1:], box.process])
 
@@ -233,6 +239,9 @@ def test_a_socket_breaks_when_the_other_end_begins_again(
 ) -> None:
     one, other = boxes(folder_url(tmp_path))
     sock, end = joined(one, other)
+    for earlier in (sock, end):
+        earlier.sendall(b"1")
+    assert sock.recv(1) == end.recv(1) == b"1"
     again, anew = joined(one, other)
     for earlier in (sock, end):
         earlier.settimeout(PATIENCE_S)
@@ -259,11 +268,11 @@ def test_a_storage_that_is_away_for_a_while_is_asked_again(
     """A search of two regions goes on after a request has failed for good."""
     url, calls, meet = folder_url(tmp_path), Counter[bool](), Mailbox.meet
 
-    def fails_once(box: Mailbox, name: str, is_first: bool, timeout_s: float) -> socket.socket:
+    def fails_once(box: Mailbox, name: str, is_first: bool, *how: Any) -> socket.socket:
         calls[is_first] += 1
         if calls[is_first] == 1:
             raise StorageError("503 Slow Down")
-        return meet(box, name, is_first, timeout_s)
+        return meet(box, name, is_first, *how)
 
     monkeypatch.setattr(Mailbox, "meet", fails_once)
     searches = [Search(asks, PATIENCE_S, storage=url) for asks in (True, False)]

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,7 +169,7 @@ def test_a_storage_that_is_away_for_eight_seconds_costs_nothing(
 ) -> None:
     monkeypatch.setattr(storage, "_FIRST_WAIT_S", WAIT_S)
     objects, waited = Storage(folder_url(tmp_path)), list[float]()
-    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=waited.append, monotonic=time.monotonic))
     write = objects._backend.write
 
     def away(name: str, content: bytes) -> None:
@@ -230,4 +231,19 @@ def test_a_mounted_bucket_is_refused(number: int, tmp_path: Path, monkeypatch: p
 )
 def test_a_url_that_cannot_work_is_refused(url: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Storage(url)
+        Storage(url).get("a")
+
+
+def test_a_folder_is_made_by_the_first_write(tmp_path: Path) -> None:
+    """Its parent is there, or the path is wrong. Nothing else makes anything."""
+    objects = Storage(folder_url(tmp_path / "run7"))
+    assert objects.is_missing and objects.get("a") is None and objects.names("b") == []
+    assert not [*tmp_path.iterdir()]
+    objects.put("a", b"one")
+    assert objects.get("a") == b"one" and not objects.is_missing
+    wrong = Storage(folder_url(tmp_path / "mistyped" / "run7"))
+    requests: list[Callable[[], object]] = [lambda: wrong.put("a", b""), lambda: wrong.is_missing]
+    for request in requests:
+        with pytest.raises(InputError, match=f"there is no folder {tmp_path}/mistyped on this machine"):
+            request()
+    assert not (tmp_path / "mistyped").exists()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.errors import InputError
 from hf_cocodc.net import storage
 from hf_cocodc.net.storage import Storage, StorageError
 
@@ -241,10 +240,31 @@ def test_a_storage_that_cannot_be_opened_says_so_at_once(monkeypatch: pytest.Mon
         raise ERRORS["SSH, no key"][0]()
 
     monkeypatch.setattr(storage, "_backend_of", refuses)
+    objects = Storage("ssh://me@host/run7")
     with pytest.raises(
-        InputError, match=f"^ssh://me@host/run7 cannot be used: Authentication failed. {CREDENTIALS}"
-    ):
-        Storage("ssh://me@host/run7")
+        StorageError, match=f"cannot write 'a': Authentication failed. {CREDENTIALS}"
+    ) as found:
+        objects.put("a", b"")
+    assert objects.requests["write"] == 1 and not found.value.may_pass
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_waiting_cannot_mend_is_not_waited_for(what: str, objects: Storage) -> None:
+    """Unless the storage has answered before: then it may refuse for a moment what it allows."""
+    build, helps = ERRORS[what]
+    error, backend = build(), objects._backend
+    objects._backend = Raising(error)  # type: ignore[assignment]
+    with pytest.raises(StorageError) as found:
+        objects.put("a", b"1")
+    assert found.value.may_pass == (helps in (FULL, NETWORK))
+    is_at_once = not found.value.may_pass or isinstance(error, PermissionError)
+    assert objects.requests["write"] == (1 if is_at_once else 8)
+    objects._backend = backend
+    objects.put("a", b"1")
+    objects._backend = Raising(error)  # type: ignore[assignment]
+    with pytest.raises(StorageError):
+        objects.get("a")
+    assert objects.requests["read"] == (1 if isinstance(error, PermissionError) else 8)
 
 
 def test_a_bucket_that_is_not_there_is_named_by_a_real_server() -> None:

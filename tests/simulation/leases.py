@@ -144,7 +144,7 @@ class Leases:
         machine = self.machines.current.machine
         if machine not in self._boxes:
             self._boxes[machine] = SimpleNamespace(
-                storage=storage.Storage(url), process=machine.name, called=""
+                storage=storage.Storage(url), process=machine.name, called="", begin=lambda: None
             )
         return self._boxes[machine]
 

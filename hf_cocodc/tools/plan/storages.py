@@ -91,10 +91,10 @@ class StorageLine:
         """Seconds from the first byte that is written to the last that is read by all."""
         link = self._link
         look_s = self._share * gap_s(begin - self._rested_since, link.read_s, link.is_near)
-        # full objects go side by side; while some are written, earlier ones are read, and deleted
+        # full objects go side by side; while some are written, earlier ones are read, and those before deleted
         turns = max(math.ceil(num_bytes / PIECE / PIECES), 1)
         write_s = turns * link.write_s + num_bytes / self._limit
-        read_s = turns * link.read_s + num_bytes / (link.down / 8) + (turns - 1) * link.delete_s
+        read_s = link.read_s + num_bytes / (link.down / 8) + (turns - 1) * max(link.read_s, link.delete_s)
         last = 1 / turns
         # a request is carried out halfway: the look that finds an object begins before the write of it ends
         half_s = (link.write_s + link.read_s) / 2

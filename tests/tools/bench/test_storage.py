@@ -57,7 +57,7 @@ def test_a_storage_is_measured_by_the_command(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table, and a file that `plan` reads: rates are those of the payloads without their requests."""
-    url, path = f"{scheme}://{tmp_path}/run7", tmp_path / "link.json"
+    url, path = f"{scheme}://{tmp_path}", tmp_path / "link.json"
     words = [
         "bench",
         "link",
