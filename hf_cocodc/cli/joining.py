@@ -144,10 +144,9 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
     from ..coordinator.client import status
     from ..coordinator.in_storage import is_served
     from ..net.addresses import is_url
+    from ..net.storage import StorageError
 
     may_be_first = is_url(address) and not part.join
-    if may_be_first and not is_served(address):
-        return None
     wait_s, began = part.regions.start_timeout_s, time.monotonic()
     says_at = began + FIRST_S
 
@@ -165,6 +164,8 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
     while True:
         left_s = wait_s - (time.monotonic() - began)
         try:
+            if may_be_first and not is_served(address):
+                return None
             found = status(address, keys, part.name, PATIENCE_S if may_be_first else max(left_s, 0.0), look)
             if part.join and len(going := [each for each in found if each["phase"] != "ended"]) == 1:
                 return going[0]
@@ -174,6 +175,11 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
                     f"the coordinator at {address} has several runs ({names}). Name the one to join: --run NAME."
                 )
             return found[0] if len(found) == 1 else None
+        except StorageError as error:
+            if not error.may_pass or left_s < AGAIN_S:
+                raise
+            look()
+            time.sleep(AGAIN_S)
         except MeetingError as error:  # it may have ended while it was asked
             if may_be_first and isinstance(error, NobodyAnswers):  # whoever has served is gone
                 return None

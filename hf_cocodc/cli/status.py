@@ -60,12 +60,16 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
     """The runs that train, or wait for their regions; the one of this name, if there is a name: see `coordinator/runs.py`.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or no such folder where they would meet.
         MeetingError: no coordinator answers, or one with another secret.
     """
     from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
+    from ..coordinator.in_storage import refuse_missing
+    from ..net.addresses import is_url
 
+    if is_url(address):
+        refuse_missing(address)
     try:
         known = status(address, keys, name, PATIENCE_S)
     except NobodyAnswers as error:

@@ -16,6 +16,7 @@ from ..errors import CocodcError, InputError, LinkError, MeetingError, MeetingRe
 from ..net.addresses import Unreachable, is_loopback, is_url, parts_of, resolve
 from ..net.channel import MAX_LINE, keep_from_forks, line_of, object_of, put
 from ..net.keys import Keys, identity
+from ..net.storage import StorageError
 from .entrance import HERE, LONGEST_LINE, key_id, other_version, versions
 from .in_storage import call_in_storage
 from .messages import Refuse, from_line
@@ -147,6 +148,8 @@ async def _connect_in_storage(url: str, keys: Keys | None, until: float) -> Open
     try:
         connection = await calling
     except OSError as error:
+        if isinstance(error, StorageError) and not error.may_pass:
+            raise
         raise _TryAgain(str(error)) from error
     connection.setblocking(False)
     keep_from_forks(connection)

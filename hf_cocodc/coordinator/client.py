@@ -17,6 +17,7 @@ from ..net.keys import Keys
 from ..net.mailbox import mailbox
 from ..net.members import Member
 from ..net.pipe import SIZES, SWALLOWED
+from ..net.storage import StorageError
 from ..settings.regions import HOW_LONG
 from .caller import (
     CONNECT_S,
@@ -140,7 +141,6 @@ class Client:
         self._thread = LoopThread()
         try:
             if is_url(self._address):
-                self._standby = Standby(self._address, self._keys, self._call_another)
                 leader, *others = hello.lanes
                 leader = leader._replace(process=mailbox(self._address).process)
                 hello = structs.replace(hello, lanes=(leader, *others))
@@ -156,6 +156,7 @@ class Client:
         while True:
             call: OpenCall | None = None
             try:
+                await self._stand_by()
                 left_s = max(until - awake_s(), 0.0)
                 call = await connect(self._address, self._run, "region", self._keys, min(left_s, CONNECT_S))
                 call.say(hello)
@@ -164,13 +165,19 @@ class Client:
             except BaseException as error:
                 if call is not None:
                     call.drop()
-                # what may pass is waited for
-                if not isinstance(error, NobodyAnswers | Unreachable | ConnectionEnded):
+                if not isinstance(error, CocodcError) or not _may_pass(error):
                     raise
                 if awake_s() + LONGEST_WAIT_S > until:
                     raise self._not_reached(hello, wait_s, error) from error
                 waiting(Waiting(why=f"{str(error).rstrip('.')}. It tries again."))
             await asyncio.sleep(FIRST_WAIT_S)
+
+    async def _stand_by(self) -> None:
+        """Stand by as coordinator, once the storage is there in which regions meet. Raises like `Mailbox.begin`."""
+        if self._standby is None and is_url(self._address):
+            box = mailbox(self._address)
+            await asyncio.get_running_loop().run_in_executor(None, box.begin)
+            self._standby = Standby(self._address, self._keys, self._call_another)
 
     def _not_reached(self, hello: Hello, wait_s: float, error: CocodcError) -> MeetingError:
         return MeetingError(
@@ -389,3 +396,10 @@ class Client:
             if not isinstance(error, CocodcError):
                 logger.exception("this region cannot come back to the coordinator at %s", self._address)
             logger.debug("the coordinator at %s: %s", self._address, error)
+
+
+def _may_pass(error: CocodcError) -> bool:
+    """Whether a region that starts waits for the end of this."""
+    if isinstance(error, StorageError):
+        return error.may_pass
+    return isinstance(error, NobodyAnswers | Unreachable | ConnectionEnded)

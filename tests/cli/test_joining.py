@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import shlex
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +24,14 @@ from hf_cocodc.coordinator.client import status as runs_at
 from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
+from hf_cocodc.net import storage
+from hf_cocodc.net.storage import StorageError
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot import folders
 from hf_cocodc.training.launch import Launch, Program
 from tests.coordinator.regions import Region, hello, meet, part, wait_until
 from tests.listening import free_port
+from tests.net.storages import folder_url
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
@@ -97,6 +104,32 @@ def test_a_coordinator_that_is_not_there_yet_is_waited_for(
     late.join()
     served[0].close()
     assert f"waiting for the coordinator at {address}, 600 s more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "is_waited_for"), [(errno.EIO, True), (errno.EACCES, False)])
+def test_a_storage_that_is_away_is_waited_for(
+    number: int,
+    is_waited_for: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the same line. One that refuses this machine is not."""
+    monkeypatch.setattr(joining, "FIRST_S", 0.0)
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.001)
+    read, failures = storage._Folder.read, iter(range(9))
+
+    def away(folder: storage._Folder, name: str) -> bytes:
+        if next(failures, None) is not None:
+            raise OSError(number, os.strerror(number))
+        return read(folder, name)
+
+    monkeypatch.setattr(storage._Folder, "read", away)
+    url = folder_url(tmp_path)
+    with nullcontext() if is_waited_for else pytest.raises(StorageError, match="Permission denied"):
+        assert joining.run_at(replace(a_part("mine"), join=False), url, None) is None
+    line = f"waiting for the coordinator at {url}, 600 s more (regions.start_timeout_s)"
+    assert (line in capsys.readouterr().out) == is_waited_for
 
 
 @pytest.fixture

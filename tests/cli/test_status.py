@@ -192,6 +192,17 @@ def test_status_says_that_there_is_nothing_to_see(
     assert "regions.coordinator='nonsense' must be HOST:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["status"], ["leave", "--region", "1"]], ids=lambda each: each[0])
+@pytest.mark.parametrize("name", ["mistyped", "mistyped/run7"])
+def test_a_folder_that_is_not_there_is_named_and_not_made(
+    command: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--coordinator", f"file://{tmp_path}/{name}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/mistyped" in said and "folder" in said and "Correct the URL" in said
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One that is no member is refused, and one that does not hear is named."""
     regions = begun(address, "mine")

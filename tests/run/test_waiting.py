@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -16,9 +20,12 @@ from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.coordinator.messages import Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError, RegionLostError
+from hf_cocodc.net import storage
 from hf_cocodc.net.addresses import Unreachable
+from hf_cocodc.net.storage import StorageError
 from hf_cocodc.run import session as waiting
 from hf_cocodc.run.connect import connect
+from tests.net.storages import folder_url
 from tests.processes.launching import environment
 
 
@@ -49,6 +56,42 @@ def test_a_region_says_again_and_again_for_whom_it_waits(
             r"It waits \d s more \(regions.start_timeout_s\)\.",
             line,
         )
+
+
+@pytest.mark.parametrize(
+    ("number", "ends_with", "says"),
+    [
+        (errno.EIO, RegionLostError, "region 1 did not arrive within 3 s"),
+        (errno.EACCES, StorageError, "Permission denied. Give this machine the credentials of the storage"),
+    ],
+)
+def test_a_region_that_starts_waits_for_a_storage_that_is_away(
+    number: int,
+    ends_with: type[Exception],
+    says: str,
+    soon: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As for a coordinator. What waiting cannot mend ends it at once."""
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.001)
+    write, began = storage._Folder.write, time.monotonic()
+
+    def away(folder: storage._Folder, name: str, content: bytes) -> None:
+        if time.monotonic() < began + 0.5:
+            raise OSError(number, os.strerror(number))
+        write(folder, name, content)
+
+    monkeypatch.setattr(storage._Folder, "write", away)
+    regions = RegionConfig(
+        region=0, count=2, coordinator=folder_url(tmp_path), run="mine", start_timeout_s=3.0
+    )
+    with pytest.raises(ends_with, match=says):
+        connect(Accelerator(cpu=True), torch.nn.Linear(2, 2), OuterConfig(), regions, None)
+    told = f"region 0 waits, for 3 s at most: {folder_url(tmp_path)}: cannot write 'lives/.*It tries again"
+    assert any(re.match(told, line) for line in warnings(caplog)) == (number == errno.EIO)
+    assert (time.monotonic() < began + 0.5) == (number == errno.EACCES)
 
 
 def test_a_region_that_is_to_join_says_that_there_is_no_run(

@@ -1,5 +1,6 @@
 """Findings about a storage in which regions meet."""
 
+import shlex
 import time
 from collections.abc import Callable
 from secrets import token_bytes, token_hex
@@ -24,6 +25,14 @@ def examine(url: str, keys: Keys | None) -> list[Finding]:
             Finding("secret", OK, "given: whoever reads the storage reads nothing of what regions send")
         ]
     try:
+        if Storage(url).is_missing:
+            words = (
+                f"{url}: this machine has no such folder. Correct the URL, or make the folder for a new run"
+            )
+            return [
+                *findings,
+                Finding("storage", WRONG, words, f"mkdir {shlex.quote(url.removeprefix('file://'))}"),
+            ]
         took = _tried(Storage(url))
         serves = is_served(url)
     except CocodcError as error:

@@ -69,6 +69,13 @@ def test_a_storage_that_cannot_carry_a_run_is_wrong(
     assert found[-1].level == WRONG and says in found[-1].words
 
 
+@pytest.mark.parametrize("name", ["mistyped", "mistyped/run7"])
+def test_a_folder_that_is_not_there_is_wrong_and_not_made(name: str, tmp_path: Path) -> None:
+    found = storage.examine(folder_url(tmp_path / name), None)[-1]
+    assert found.level == WRONG and f"{tmp_path}/mistyped" in found.words and "Correct the URL" in found.words
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_url_that_cannot_be_reached_is_wrong() -> None:
     found = storage.examine("nothing://bucket/run7", None)
     assert found[-1].level == WRONG and "nothing" in found[-1].words
