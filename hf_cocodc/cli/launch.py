@@ -73,7 +73,7 @@ def _program(options: argparse.Namespace) -> Program:
     name = "".join(options.program[int(is_module) :][:1])
     if not name:
         options.parser.error("name a script, or a module after -m")
-    if not is_module and not Path(name).is_file():
+    if not is_module and (not Path(name).is_file() or Path(name).suffix in (".yaml", ".yml")):
         raise InputError(
             f"{shown(name)}: there is no such script. Name a Python file, or a module: hf-cocodc launch -m MODULE. A recipe is "
             "trained with hf-cocodc train."

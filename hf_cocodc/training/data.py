@@ -92,12 +92,13 @@ def load_text(
     else:
         try:
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            _columns_of(dataset)  # the first read of a stream
+        except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
             what = f"data.path={shown(path)}, data.name={shown(name)}, data.split={shown(split)}"
             if trouble := cache_trouble(error):
                 raise InputError(f"{what}: {trouble}.") from error
             # datasets wraps the real error in a vaguer one
-            reason = str(error.__cause__ or error).rstrip(". ")
+            reason = str(error.__cause__ or error).rstrip(". ") or "there is no row"
             raise InputError(
                 f"{what}: {reason}. Name a dataset on the Hub or a folder of non-empty data files."
             ) from error
@@ -169,9 +170,14 @@ def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -
     return {"input_ids": blocks, "labels": blocks}
 
 
+def _columns_of(dataset: Any) -> list[str]:
+    """A stream may know its columns only from its first sample."""
+    return dataset.column_names or list(next(iter(dataset), {}))
+
+
 def _columns(dataset: Any, text_column: str) -> list[str]:
-    """The columns, `text_column` among them. A stream may know its columns only from its first sample."""
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    """The columns, `text_column` among them."""
+    columns = _columns_of(dataset)
     if not columns:
         raise InputError(
             "0 documents in the dataset: it must have at least one. Correct data.path or data.split."

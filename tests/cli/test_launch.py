@@ -82,6 +82,14 @@ def test_a_module_that_is_not_there_is_refused_before_anything_starts(
 
 
 @pytest.mark.usefixtures("told")
+def test_a_recipe_is_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python would say that its fourth line is no valid syntax."""
+    Path("mine.yaml").touch()
+    assert main(["launch", "--regions", "2", "mine.yaml"]) == 2
+    assert "A recipe is trained with hf-cocodc train" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("told")
 def test_a_file_is_no_folder_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--regions", "2", "--logs", "script.py", "--dry-run", "script.py"]) == 2
     errors = capsys.readouterr().err

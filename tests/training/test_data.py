@@ -608,6 +608,29 @@ def test_load_text_folder(streaming: bool, tmp_path: Path, monkeypatch: pytest.M
         data.load_text(None, path, None, "validation", "body", streaming)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("train.jsonl", b"", "there is no row"),
+        ("train.jsonl", b"{bad", "JSON parse error"),
+        ("train.csv", b"", "No columns to parse"),
+        ("train.csv", b"text\n\xff\xa0", "can't decode byte"),
+    ],
+)
+def test_files_that_hold_no_rows_are_refused(
+    name: str, content: bytes, why: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its library makes of it, and whether it reads the files at once or only as a stream."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / name).write_bytes(content)
+    with pytest.raises(
+        InputError, match=rf"data.split='train': .*{why}.*Name a dataset on the Hub or a folder"
+    ):
+        data.load_text(None, str(tmp_path / "corpus"), None, "train", "text", streaming)
+
+
 def test_load_text_refuses(tmp_path: Path) -> None:
     """A path is refused where nothing is."""
     with pytest.raises(InputError, match=r"data.path='.*nowhere'.*Name a dataset on the Hub or a folder"):
