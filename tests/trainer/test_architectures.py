@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -149,8 +150,13 @@ QUICK = ("llama", "gpt2", "qwen3_moe", "mamba2", "jamba")
 CHOSEN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-@pytest.mark.parametrize("num_fragments", [2, 3, LAYERS])
+@pytest.mark.parametrize(
+    ("family", "num_fragments"),
+    [
+        *itertools.product(QUICK, [2, LAYERS]),
+        *(pytest.param(*each.values, 3, marks=each.marks) for each in CHOSEN),
+    ],
+)
 def test_every_weight_travels_once(family: str, num_fragments: int) -> None:
     """Every layer is a block; every trainable tensor is in one fragment, under one name where several share it."""
     model = causal_lm(family)

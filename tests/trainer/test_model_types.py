@@ -10,7 +10,7 @@ The table is of one version of Transformers. The rule, for a newer release must 
   run or in what was exported, or an error. A fault is ours unless Trainer has the same one without us, or the model cannot be
   built: that is a limit of Transformers, and stands in the type's row.
 - Each row must be as in the table where the table is of this version. With another one, a warning names new types and other rows.
-- All types take minutes. Without `--write-golden`, and where the table is of this version, every sixth one is compared.
+- All types take minutes. Without `--write-golden`, and where the table is of this version, every twelfth one is compared.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traine
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard, simulate
 from hf_cocodc.link.base import Link
+from tests.processes.forks import PRELOADED
 from tests.tiny_models import KINDS, causal_lm, more_inputs
 from tests.toys import VOCAB
 
@@ -330,8 +331,10 @@ def test_every_type(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """No type ends with other weights than it should; what each does is what the table says."""
     write = request.config.getoption("--write-golden")
     is_known = table()[0] == transformers.__version__ and not write
-    kinds = KINDS[::6] if is_known else KINDS
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=quiet) as pool:
+    kinds = KINDS[::12] if is_known else KINDS
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(2, mp_context=context, initializer=quiet) as pool:
         outcomes = dict(zip(kinds, pool.map(functools.partial(outcome, folder=tmp_path), kinds), strict=True))
     if write:
         assert not faults_of(outcomes)
