@@ -18,6 +18,7 @@ from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan import choice, money, sizes, table, written
 from hf_cocodc.tools.plan.transfers import MSS, MTU
+from tests.processes.launching import flags, little_text
 
 LINK = ["--rtt-ms", "50", "--rate-mbit", "60"]
 PLAN = ["plan", "quickstart/diloco", *LINK, "--step-s", "0.1"]
@@ -247,8 +248,11 @@ def test_a_forecast_for_another_link_is_refused(
 
 
 @pytest.mark.slow
-def test_a_plan_with_a_measured_step_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_a_measured_step_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--measure trains a few steps and leaves nothing; the recipe that is written is trained by two regions."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "mine.yaml"
     more: dict[str, Any] = {
         "max_steps": 20,
@@ -262,10 +266,11 @@ def test_a_plan_with_a_measured_step_trains(tmp_path: Path, capsys: pytest.Captu
         f"extends: quickstart/diloco\n{small}training:\n  output_dir: {tmp_path / 'runs'}\n{lines}"
     )
     out = tmp_path / "out.yaml"
-    words = ["plan", str(recipe), *LINK, "--measure", "--target", "0.5", "--write", str(out)]
+    text = flags(little_text(tmp_path / "text"))
+    words = ["plan", str(recipe), *LINK, "--measure", "--target", "0.5", "--write", str(out), *text]
     assert main(words) == 0
     assert not (tmp_path / "runs").exists()
-    assert main(["train", str(out)]) == 0
+    assert main(["train", str(out), *text]) == 0
     assert "inner steps           20 in each of 2 region(s)" in capsys.readouterr().out
 
 

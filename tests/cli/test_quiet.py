@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.settings.environment import quiet_torch
+from tests.processes.launching import flags, little_text
 
 LINE = "The hostname of the client socket cannot be retrieved"
 NETWORK = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -66,7 +67,8 @@ def test_a_run_is_quiet(tmp_path: Path) -> None:
     """The command and the logs of its regions."""
     sets = [f"training.output_dir={tmp_path}", "training.max_steps=2", "outer.sync_interval=1"]
     sets += [f"training.{each}_strategy=no" for each in ("save", "eval")] + ["training.eval_on_start=false"]
-    flags = [word for each in sets for word in ("--set", each)]
-    said = alone("-m", "hf_cocodc", "train", "quickstart/diloco", *flags)
+    said = alone(
+        "-m", "hf_cocodc", "train", "quickstart/diloco", *flags([*sets, *little_text(tmp_path / "text")])
+    )
     for text in (said, *(path.read_text() for path in tmp_path.glob("region-?/log.txt"))):
         assert text and LINE not in text
