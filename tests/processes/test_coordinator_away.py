@@ -24,7 +24,6 @@ from tests.link.memory import linked
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.forks import fork, wait_until
 from tests.processes.test_elastic import STEPS, Three, check_survivors
-from tests.processes.test_failures import start, wait_for_step
 
 TIMEOUT_S, END_S = 2.0, 90
 
@@ -139,31 +138,6 @@ def test_a_region_is_slow_while_the_coordinator_is_dead(
     for code, said in two.ends(0, 1):
         assert code == 0, said
     assert all((tmp_path / f"met-again-{region}").exists() for region in (0, 1))
-
-
-@pytest.mark.slow
-def test_a_run_ends_well_while_its_coordinator_is_frozen(
-    coordinator: CoordinatorProcess, tmp_path: Path
-) -> None:
-    """Whole regions, each by its own command: neither training nor the end of a process waits for the coordinator."""
-    arguments = [
-        "--coordinator",
-        coordinator.address,
-        "--set",
-        "training.max_steps=60",
-        "--set",
-        "regions.timeout_s=4",
-    ]
-    runs = [start(tmp_path, "--region", str(region), *arguments) for region in (0, 1)]
-    try:
-        wait_for_step(runs[0], tmp_path, step=10)
-        coordinator.freeze()
-        said = [run.communicate(timeout=END_S) for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], said
-    assert all("60 in each of 2" in output for output, _ in said)
 
 
 @contextlib.contextmanager
