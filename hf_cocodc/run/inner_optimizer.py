@@ -208,6 +208,15 @@ class InnerOptimizer:
                 "graph that has captured the optimizer's step needs it after each replay."
             )
 
+    def refuse_midway(self, inner_step: int) -> None:
+        """Raise InputError if an optimizer has stepped since the last call of `count`: the weights are ahead of `inner_step`."""
+        if any(self._steps):
+            raise InputError(
+                f"accelerator.save_state in the middle of inner step {inner_step + 1}: {self._name} has stepped, and nobody has "
+                "called `outer.step()` since. No run could go on from there exactly. Call `outer.step()` before "
+                "`accelerator.save_state`."
+            )
+
     @property
     def has_state(self) -> bool:
         """Whether any part of it has made steps, or has loaded state."""

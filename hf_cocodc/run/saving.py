@@ -87,6 +87,7 @@ def hook_into_saving(
             read_own(Path(input_dir))
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
+        training.inner.refuse_midway(training.inner_step)
         spent, number = training.timer(), training.started.get("run", 0)
         given, home = _folders(accelerator, *args, **kwargs)
         into = given or Path(accelerator.project_dir or ".")

@@ -178,6 +178,22 @@ def test_a_forgotten_outer_step_is_an_error_that_names_the_line(steps: int, opti
         loop(optimizers, body)
 
 
+def test_a_checkpoint_in_the_middle_of_an_inner_step_is_refused(tmp_path: Path) -> None:
+    """Its weights would be one step ahead of the number that it says, and a resumed run would make one step more."""
+
+    def body(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
+        for step in range(4):
+            gradients()
+            made[0].step()
+            if step == 2:
+                accelerator.save_state(str(tmp_path / "saved"))
+            outer.step()
+
+    with pytest.raises(InputError, match=r"in the middle of inner step 3.*Call `outer\.step\(\)` before"):
+        loop(adamw, body)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_an_outer_step_for_every_second_step_is_refused() -> None:
     def body(outer: Any, accelerator: Any, gradients: Any, made: list[Any], model: Any) -> None:
         for step in range(4):
