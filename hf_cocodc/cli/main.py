@@ -135,7 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         try:
-            options = parse(sys.argv[1:] if argv is None else argv)
+            words = sys.argv[1:] if argv is None else argv
+            encoding = sys.getfilesystemencoding()
+            if encoding != "utf-8":  # letters of words would be lost, and files of other names be meant
+                "".join(words).encode(encoding)
+            options = parse(words)
             quiet_torch()
             if getattr(options, "json", None) is not None:
                 check_writable("--json", options.json)
@@ -150,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except UnicodeEncodeError as error:
         _complain(
-            f"{ascii(error.object[error.start : error.end])} cannot be written in the encoding of this environment "
+            f"{ascii(error.object[error.start : error.end])} is no text in the encoding of this environment "
             f"({error.encoding}). Set PYTHONUTF8=1, or LC_ALL=C.UTF-8."
         )
         return InputError.exit_code

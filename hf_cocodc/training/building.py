@@ -48,9 +48,13 @@ def cache_trouble(error: BaseException) -> str:
     while causes is not None and not (isinstance(causes, OSError) and causes.errno in _NOT_WRITABLE):
         causes = causes.__cause__ or causes.__context__
     for cache in (Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE)):
-        there = next((each for each in (cache, *cache.parents) if each.exists()), cache)
+        above = (cache, *cache.parents)
+        there = next((each for each in above if each.exists()), cache)
         if causes is not None and (
-            cache.parts[0] == "~" or not (there.is_dir() and os.access(there, os.W_OK))
+            cache.parts[0] == "~"
+            or not (there.is_dir() and os.access(there, os.W_OK))
+            or Path(str(causes.filename))
+            in above  # in /proc even root can make nothing, whatever its rights say
         ):
             return f"the cache of Hugging Face's libraries, {cache}, cannot be written. Set HF_HOME to a folder that can be"
     return ""

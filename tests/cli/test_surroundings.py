@@ -39,9 +39,11 @@ def test_an_encoding_without_the_letters(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert main(["secret", "new", "schl\xfcssel"]) == InputError.exit_code
-    assert "'\\xfc' cannot be written in the encoding of this environment (ascii). Set PYTHONUTF8=1" in (
-        capsys.readouterr().err
-    )
+    said = "is no text in the encoding of this environment (ascii). Set PYTHONUTF8=1"
+    assert f"'\\xfc' {said}" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert main(["recipe", "keys", "schl\udcc3\udcbcssel"]) == InputError.exit_code
+    assert f"'\\udcc3\\udcbc' {said}" in capsys.readouterr().err
 
 
 def test_no_folder_for_temporary_files(
@@ -70,3 +72,8 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ):
         load_text(None, str(tmp_path / "text"), None, "train", "text", streaming=False)
     assert not cache_trouble(ValueError("no such split"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "x" / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "x" / "cache"))
+    made = str(tmp_path / "x")  # in /proc, root may write by its rights, and can make no folder
+    assert "Set HF_HOME" in cache_trouble(FileNotFoundError(errno.ENOENT, "no such folder", made))
+    assert not cache_trouble(FileNotFoundError(errno.ENOENT, "no such data", str(tmp_path / "data")))
