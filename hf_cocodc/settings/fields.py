@@ -289,6 +289,9 @@ def loosened(hint: Any) -> Any:
             found.append(str)
         else:
             found.append(option if kind in (bool, int, float, str, types.NoneType) else Any)
+    # msgspec knows no union of two kinds of mappings, or of lists
+    kinds = [get_origin(each) or each for each in found]
+    found = [kind if kinds.count(kind) > 1 else each for kind, each in zip(kinds, found, strict=True)]
     return Union[tuple(found)]  # noqa: UP007  a union of what is in a list
 
 

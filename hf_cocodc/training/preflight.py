@@ -295,14 +295,15 @@ def known_fields(section: str, given: dict[str, Any]) -> None:
         from transformers import TrainingArguments as Kind
     else:
         from peft import LoraConfig as Kind
-    hints, known = get_type_hints(Kind), [field.name for field in dataclasses.fields(Kind) if field.init]
+    hints, known = get_type_hints(Kind), {each.name: each for each in dataclasses.fields(Kind) if each.init}
     for key, value in given.items():
         if key not in known:
             raise InputError(
-                f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {Kind.__name__}."
+                f"unknown key {section}.{short(key)}.{nearest(key, [*known])} Use a field of {Kind.__name__}."
             )
         converted(value, loosened(hints[key] | _ALSO.get(key, hints[key])), f"{section}.{key}")
         options: list[Any] = [each for each in get_args(hints[key]) if isinstance(each, enum.EnumMeta)]
         words = [word.value for option in options for word in option] + _WORDS.get(key, [])
+        words += known[key].metadata.get("choices", ())  # what a flag may be
         if words and isinstance(value, str) and value not in words:
             raise InputError(f"{section}.{key}={shown(value)} is not known.{nearest(value, words)}")

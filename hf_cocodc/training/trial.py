@@ -6,7 +6,7 @@ from typing import Any
 from ..coordinator.hello import ORDER, check_allowed
 from ..errors import InputError, reason, shown
 from ..run.about import SCALES
-from ..settings.fields import Limit
+from ..settings.fields import Limit, at_least, within
 from ..settings.recipe import Recipe, facts_of_data
 from . import building
 
@@ -14,12 +14,16 @@ MOST_WORK = 2e9
 """Parameters times tokens of a step that is made: about a second of one core. Larger ones are not tried."""
 
 _SHARE = Limit(lambda share: 0 <= share < 1, "must lie in [0, 1)")
-_AMOUNT = Limit(lambda amount: amount >= 0, "must not be negative")
+_AMOUNT = within(0, 1000)
 _LIMITS = {
+    "training.adam_epsilon": within(0, 1),
+    "training.eval_accumulation_steps": at_least(1),
     "training.label_smoothing_factor": _SHARE,
-    "training.learning_rate": Limit(lambda rate: rate <= 1000, "must be at most 1000"),
+    "training.learning_rate": _AMOUNT,
+    "training.max_grad_norm": Limit(lambda norm: norm >= 0, "must not be negative"),
     "training.neftune_noise_alpha": _AMOUNT,
     "training.weight_decay": _AMOUNT,
+    "peft.lora_alpha": Limit(lambda alpha: 0 < alpha <= 1e6, "must be positive, and at most 1e6"),
     "peft.lora_dropout": _SHARE,
 }
 """What Trainer and PEFT take without a check."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import pytest
@@ -20,6 +21,22 @@ def test_text_for_a_list_of_words_of_another_library_is_left_to_it() -> None:
     assert converted("pissa_niter_16", loosened(Start), "peft.x") == "pissa_niter_16"
     assert converted(["pissa_niter_16"], loosened(list[Start]), "peft.x") == ["pissa_niter_16"]
     assert converted({"a": "b"}, loosened(dict[str, Start]), "peft.x") == {"a": "b"}
+
+
+@dataclasses.dataclass
+class Given:
+    """A mapping stands for it in a recipe."""
+
+    name: str = ""
+
+
+@pytest.mark.parametrize("value", [{"name": "x"}, ["x"], [1], None])
+def test_two_kinds_of_mappings_or_of_lists_may_be_meant(value: Any) -> None:
+    """PEFT's LoRA has such settings."""
+    hint = Given | dict[str, int] | list[str] | list[int] | None
+    assert converted(value, loosened(hint), "peft.x") == value
+    with pytest.raises(InputError, match="peft.x='x' must be "):
+        converted("x", loosened(hint), "peft.x")
 
 
 @pytest.mark.parametrize(
