@@ -48,7 +48,7 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
             raise LinkError(
                 f"regions are out of step: region {region} landed fragment {fragment} sent at step {sent_at}, region {other} "
                 f"fragment {trailer.fragment} sent at step {trailer.inner_step}. Every region must make the same number of "
-                "inner steps."
+                "inner steps, and with eager updates the same evaluations: each of them is a transfer, too."
             )
         if not trailer.weight and trailer.ending is Ending.NO:
             logger.warning(

@@ -211,13 +211,12 @@ def _named(setting: str, name: str | None) -> str:
 
 
 def random_weights(recipe: Recipe, config: Any) -> Any:
-    """A model with random weights, in the dtype of the recipe, else of the config of trained weights, else fp32."""
+    """A model with random weights, in the dtype of the recipe, else of the config, else fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    of_config = config.dtype if recipe.model.config is None else None
     with blaming("model.config"):
-        return AutoModelForCausalLM.from_config(config, dtype=_dtype(recipe) or of_config or torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=_dtype(recipe) or config.dtype or torch.float32)
 
 
 def finished(recipe: Recipe, model: Any, vocab_size: int) -> Any:

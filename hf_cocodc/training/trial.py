@@ -57,8 +57,8 @@ def _refuse_infinite(name: str, value: Any) -> None:
 def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu: bool) -> None:
     """Make one forward and backward step of one row, on the CPU and from random weights, if the model is small.
 
-    Raises InputError if its loss is no number, or if it fails: at any error if regions train `on_cpu`, else at those that a GPU
-    would meet, too.
+    Raises InputError if its loss is no number, if it trains nothing, or if it fails: at any error if regions train `on_cpu`,
+    else at those that a GPU would meet, too.
     """
     import torch
 
@@ -89,4 +89,8 @@ def try_step(recipe: Recipe, args: Any, tokenizer: Any, num_params: int, on_cpu:
     if not loss.isfinite():
         raise InputError(
             f"model: the loss of a first step is {loss.item()}. Correct the numbers in model.config."
+        )
+    if not any(each.grad is not None and each.grad.any() for each in model.parameters()):
+        raise InputError(
+            "model: a first step changes nothing, because every gradient is 0. Correct the numbers in model.config."
         )

@@ -121,6 +121,7 @@ def test_it_refuses_what_a_run_refuses(
         ("model.config.rope_theta=.inf", "model.config.rope_theta=inf must be finite"),
         ("model.config.rope_parameters={factor: .inf}", "model.config.rope_parameters.factor=inf must be"),
         ("model.config.rope_theta=0", "model: the loss of a first step is nan"),
+        ("model.config.rms_norm_eps=1e300", "model: a first step changes nothing, because every gradient is"),
         (
             "model.config.hidden_sizes=null",
             "no model.config.hidden_sizes to remove. Did you mean 'hidden_size'",

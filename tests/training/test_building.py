@@ -47,3 +47,18 @@ def test_no_more_workers_than_cores(caplog: pytest.LogCaptureFixture, tmp_path: 
     recipe = dataclasses.replace(Recipe.load("quickstart/diloco"), training=training)
     assert building.arguments(recipe, TrainingArguments).dataloader_num_workers == cores()
     assert f"training.dataloader_num_workers=1000000, but this process may use {cores()} cores" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ([], torch.float32),
+        (["model.config.dtype=bfloat16"], torch.bfloat16),
+        (["model.config.dtype=bfloat16", "model.dtype=float16"], torch.float16),
+    ],
+)
+def test_a_config_says_its_number_format(overrides: list[str], dtype: torch.dtype) -> None:
+    """As the config of a model on the Hub does, unless the recipe has a word of its own."""
+    recipe = Recipe.load("quickstart/diloco", overrides)
+    with torch.device("meta"):
+        assert building.random_weights(recipe, building.config(recipe, 257)).dtype == dtype
