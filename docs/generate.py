@@ -35,7 +35,6 @@ INTERNAL = {
     "HF_COCODC_LOG": "The log of the first region that a split launch has on this machine.",
     "HF_COCODC_LAUNCH": "The name of a launch that is split into regions, for its processes and their children.",
     "HF_COCODC_OUTLIVES_COMMAND": "Whether this process trains on when the command ends.",
-    "HF_COCODC_REGIONS_HERE": "How many regions the command has started on this machine.",
     "HF_COCODC_STATUS": "Where a region reports its progress to the command.",
 }
 """What only this package sets."""

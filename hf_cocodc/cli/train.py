@@ -55,10 +55,13 @@ def run(options: argparse.Namespace) -> int:
     )
 
     def show(planned: Sequence[Launch], machine: int, joins: bool) -> None:
+        from ..link.backends import refuse_backend
         from ..training.preflight import preflight
 
-        link = recipe.regions.link if part.has_company else "tcp"
-        rows = dry.rows_of(recipe, preflight(recipe, len(planned), link, tries=True))
+        if part.has_company:
+            device = "cpu" if recipe.training.get("use_cpu") else "cuda"
+            refuse_backend(recipe.regions.link, device, len(planned))
+        rows = dry.rows_of(recipe, preflight(recipe, tries=True))
         dry.show(part, planned, machine, joins, options.resume and not joins, rows)
 
     given = recipe.training.get("max_steps")

@@ -31,7 +31,7 @@ from ..settings import RegionConfig
 from ..settings.environment import ENV_REGION, ENV_REGIONS, ENV_SPLIT
 from ..status import ENV_LOG, ENV_STATUS, LEFT, heard
 from .forks import Fork, can_load_ahead
-from .region import ENV_COMMAND, ENV_HERE, ENV_OUTLIVES
+from .region import ENV_COMMAND, ENV_OUTLIVES
 
 _ON_CPUS = {
     "ACCELERATE_USE_CPU": "True",
@@ -269,7 +269,7 @@ def launches(program: Program, regions: Sequence[int], count: int, env: Mapping[
     for place, region in enumerate(regions):
         numbers = {ENV_REGION: str(region), ENV_REGIONS: str(count)}
         own_env = numbers if program.split is None else {ENV_SPLIT: program.split}
-        own_env |= {ENV_HERE: str(len(regions)), **env}
+        own_env |= env
         command = [sys.executable]
         if program.has_launcher:
             command += [*_LAUNCHER, *program.launcher]

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, get_args, get_type_hints
 
 from ..errors import InputError, nearest, reason, short, shown
-from ..link.backends import refuse_backend
 from ..settings.fields import converted, loosened
 from ..settings.recipe import Recipe
 from . import building
@@ -54,15 +53,13 @@ def check(recipe: Recipe) -> None:
     refuse_nonsense(recipe)
 
 
-def preflight(recipe: Recipe, regions_here: int = 1, link: str = "tcp", tries: bool = False) -> int | None:
+def preflight(recipe: Recipe, tries: bool = False) -> int | None:
     """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
-    Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine; `link`:
-    what they will use to reach others; `tries`: also make a step, if the model is small. Returns the number of parameters that
-    are trained; None if only a region finds the model.
+    Reads the configs and tokenizers that the recipe names; no weights, no data. `tries`: also make a step, if the model is small.
+    Returns the number of parameters that are trained; None if only a region finds the model.
     """
     check(recipe)
-    refuse_backend(link, "cpu" if recipe.training.get("use_cpu") else "cuda", regions_here)
     with _quietly():
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)

@@ -24,8 +24,6 @@ ENV_COMMAND = "HF_COCODC_COMMAND"
 """Number of the process to watch."""
 ENV_OUTLIVES = "HF_COCODC_OUTLIVES_COMMAND"
 """1 for a region that was started on its own, otherwise 0."""
-ENV_HERE = "HF_COCODC_REGIONS_HERE"
-"""How many regions the command has started on this machine."""
 POLL_S = 1.0
 PATIENCE_S = 600.0
 """Time for a last checkpoint: without a coordinator, regions learn of a signal only with a transfer, up to a round later."""

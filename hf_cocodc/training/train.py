@@ -14,7 +14,7 @@ from ..settings.recipe import Recipe, add_recipe, facts_of_data
 from ..status import tell
 from . import building
 from .preflight import check, preflight
-from .region import ENV_HERE, live
+from .region import live
 
 
 def run(recipe: Recipe, link: Any = None) -> Any:
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def train() -> None:
         recipe = Recipe.load(options.recipe, options.overrides)
         tell("checking the recipe")
-        preflight(recipe, int(os.environ.get(ENV_HERE, "1")))
+        preflight(recipe)
         run(recipe)
 
     return live(train)
