@@ -101,18 +101,6 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
         (["train", "diloco.yaml", "--set", "model.name_or_path=x"], "--set model.config=null"),
         (
             [
-                "train",
-                "diloco.yaml",
-                "--set",
-                "regions.count=1000",
-                "--set",
-                "model.config.intermediate_size=10000000",
-                "--dry-run",
-            ],
-            "of 1000 region(s) on this machine",
-        ),
-        (
-            [
                 *("train", "diloco.yaml", "--set", "tokenizer.builtin=null"),
                 *("--set", "tokenizer.name_or_path=/nowhere/x"),
             ],
