@@ -1,8 +1,9 @@
 """Runs the notebook of the recipes as a kernel does: all cells in one namespace, in the main thread, inside a running event loop.
 
-Like IPython, it gives lines that begin with ! to a shell. It installs nothing, and shows nothing.
+Like IPython, it gives lines that begin with ! to a shell. It installs nothing, and shows nothing. Once it has logged, it trains
+slowly until the file HURRY exists.
 
-    python -m tests.processes.notebook FILE REGION
+    python -m tests.processes.notebook FILE REGION HURRY
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from transformers import TrainerCallback, trainer
 
 NUMBER = "REGION = 0  # 1 in the other notebook\n"
 """The line in which the two notebooks differ."""
@@ -48,6 +52,17 @@ class Page:
         assert "</html>" in Path(filename).read_text(encoding="utf-8")
 
 
+class Pause(TrainerCallback):
+    """A pause at each inner step, which takes no processor from others as more steps would."""
+
+    def __init__(self, hurry: str) -> None:
+        self._hurry = Path(hurry)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.log_history and not self._hurry.exists():
+            time.sleep(0.4)
+
+
 async def run(texts: list[str]) -> None:
     """Run the cells one after the other."""
     namespace: dict[str, Any] = {"__name__": "__main__", "_line": line}
@@ -60,4 +75,5 @@ if __name__ == "__main__":
     display = ModuleType("IPython.display")
     display.HTML = Page  # type: ignore[attr-defined]
     sys.modules |= {"IPython": ModuleType("IPython"), "IPython.display": display}
+    trainer.DEFAULT_CALLBACKS.append(Pause(sys.argv[3]))
     asyncio.run(run(cells(Path(sys.argv[1]), int(sys.argv[2]))))
