@@ -188,15 +188,14 @@ def test_a_package_that_is_missing(
 
 @pytest.mark.slow
 def test_two_doctors_meet(tmp_path: Path) -> None:
-    """As processes, at a real coordinator: another learning rate is refused in both, before anybody trains."""
+    """Two processes, at a real coordinator: another learning rate is refused in both, before anybody trains."""
     server = serve_in_thread()
-    command = [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--wait", "120"]
-    command += ["--coordinator", f"127.0.0.1:{server.port}"]
-    processes = [
-        subprocess.Popen([*command, "--region", str(region), "--json", f"{region}.json", *more])
-        for region, more in ((0, ()), (1, ("--set", "training.learning_rate=0.5")))
-    ]
-    assert [process.wait(200) for process in processes] == [2, 2]
+    words = ["doctor", "quickstart/diloco", "--wait", "120", "--coordinator", f"127.0.0.1:{server.port}"]
+    here, there = ([*words, "--region", str(region), "--json", f"{region}.json"] for region in (0, 1))
+    command = [sys.executable, "-m", "hf_cocodc", *there, "--set", "training.learning_rate=0.5"]
+    with subprocess.Popen(command) as other:
+        assert main(here) == 2
+        assert other.wait(200) == 2
     assert all(levels(tmp_path / f"{region}.json")["regions"] == ["wrong"] for region in (0, 1))
     server.close()
 

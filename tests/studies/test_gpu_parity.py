@@ -198,35 +198,21 @@ def test_bf16_computes_in_bfloat16_over_weights_in_fp32() -> None:
     assert {param.dtype for param in this.inner().model.parameters()} == {torch.float32}
 
 
-def _command(folder: Path, *more: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "tests.studies.gpu_parity",
-        "--size",
-        "tiny",
-        "--device",
-        "cpu",
-        "--output",
-        str(folder),
-        *more,
-    ]
-
-
-def _done(folder: Path, *more: str) -> str:
-    done = subprocess.run(_command(folder, *more), cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_the_program_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+def test_the_program_goes_on_after_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No run without time; killed in the middle, it makes only what is missing; then it makes nothing, and the same table."""
-    said = _done(tmp_path, "--minutes", "0")
+    options = ["--size", "tiny", "--device", "cpu", "--output", str(tmp_path)]
+
+    def done(*more: str) -> str:
+        assert gpu_parity.main([*options, *more]) == 0
+        return capsys.readouterr().out
+
+    said = done("--minutes", "0")
     assert "stopped before seed 1, data-parallel: 8 runs are still to be made" in said
     lines = tmp_path / "gpu_parity.jsonl"
     assert not (tmp_path / "gpu_parity.md").exists()
-    with subprocess.Popen(_command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-m", "tests.studies.gpu_parity", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
         while lines.stat().st_size == 0 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -234,12 +220,12 @@ def test_the_program_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     before = lines.read_bytes()
     there = before.count(b"\n")
     assert there >= 1
-    said = _done(tmp_path)
+    said = done()
     assert f"{there} of 8 runs are there" in said
     assert lines.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     table = (tmp_path / "gpu_parity.md").read_text()
     assert all(f"| {arm} | 2 |" in table for arm in ARMS) and "A rehearsal" in table
     rows = json.loads((tmp_path / "gpu_parity.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ARMS
-    assert "8 of 8 runs are there" in _done(tmp_path)
+    assert "8 of 8 runs are there" in done()
     assert (tmp_path / "gpu_parity.md").read_text() == table
