@@ -239,10 +239,7 @@ def _train(
 
     def tell(failed: launch.RegionProcess, left_s: float) -> None:
         """Say why nothing trains."""
-        display.say(
-            f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot go on without it: at their next "
-            f"transfer they save a checkpoint, and end. Without a step for {left_s:.0f} s, they are ended."
-        )
+        display.say(cannot_go_on(failed, left_s, any(each.has_trained for each in processes)))
 
     try:
         _on_signals(_interrupt)
@@ -369,6 +366,17 @@ def saved(processes: Sequence[launch.RegionProcess], count: int, is_script: bool
             "newest checkpoint that all have"
         )
     return f"checkpoint-{max(common)} is complete in {where} under {folder}; {again}"
+
+
+def cannot_go_on(failed: launch.RegionProcess, left_s: float, has_trained: bool) -> str:
+    """What becomes of the others where they cannot train without a region that has failed. `has_trained`: any of them has."""
+    end = f"region {failed.region} has ended ({loss_in_words(failed)}). The others cannot "
+    if not has_trained:
+        return f"{end}begin without it: they are ended in {left_s:.0f} s."
+    return (
+        f"{end}go on without it: at their next transfer they save a checkpoint, and end. Without a step for {left_s:.0f} s, they "
+        "are ended."
+    )
 
 
 def report_failure(

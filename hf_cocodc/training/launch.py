@@ -379,8 +379,8 @@ def watch(
 
     After a failure the others train up to the transfer in which they notice it. Once none makes a step, they have time to notice
     it (`regions.timeout_s`) and to save, before they are ended. If they can go on without a lost region, `lose` is called with
-    it. Before they train they cannot: they wait for all. If they then have not ended after a while, `tell` is called with the
-    first that failed, and the seconds without a step after which they are ended.
+    it. Before they train they cannot: they would wait for all, with nothing to save. If they then have not ended after a while,
+    `tell` is called with the first that failed, and the seconds without a step after which they are ended.
     """
     failed: list[RegionProcess] = []
     lost: list[RegionProcess] = []
@@ -405,7 +405,8 @@ def watch(
             deadline = math.inf
         elif failed:
             now, before, steps = time.monotonic(), steps, [each.step for each in others]
-            deadline = min(deadline if steps == before else math.inf, now + rules.timeout_s + GRACE_S)
+            notice_s = rules.timeout_s if any(each.has_trained for each in others) else 0.0
+            deadline = min(deadline if steps == before else math.inf, now + notice_s + GRACE_S)
             if say_at is None:
                 say_at = now + _SAY_AFTER_S
             if say_at <= now:

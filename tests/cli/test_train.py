@@ -72,6 +72,16 @@ def test_a_command_of_one_region_says_what_that_has(
     assert supervising.saved(both, 3).startswith("checkpoint-20 is complete in regions 0, 1 under")
 
 
+def test_who_is_lost_before_training_leaves_nothing_to_save(tmp_path: Path) -> None:
+    lost = a_region(tmp_path, 1)
+    said = supervising.cannot_go_on(lost, 30.0, has_trained=False)
+    assert (
+        said.startswith("region 1 has ended (") and "cannot begin without it: they are ended in 30 s" in said
+    )
+    said = supervising.cannot_go_on(lost, 150.0, has_trained=True)
+    assert "they save a checkpoint, and end. Without a step for 150 s, they are ended." in said
+
+
 def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
     assert a_region(tmp_path, 0, doing=LEFT).has_left
     assert not a_region(tmp_path, 1).has_left

@@ -326,7 +326,8 @@ def test_regions_that_cannot_go_on_are_ended(
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
     monkeypatch.setattr(launch, "_SAY_AFTER_S", 0.1)
     told: list[int] = []
-    rules = {"on_loss": "stop" if trains else "continue"}
+    # those that do not train yet have nothing to save, and no transfer in which they would notice it
+    rules = {"on_loss": "stop", "timeout_s": 0.1} if trains else {"on_loss": "continue", "timeout_s": 1e6}
     regions = [
         a_region(tmp_path, 0, "time.sleep(600)", trains, **rules),
         a_region(tmp_path, 1, "sys.exit(2)", trains, **rules),
