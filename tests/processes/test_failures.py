@@ -14,32 +14,34 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot.folders import usable
-from tests.processes.launching import ROOT, environment
+from tests.processes.launching import ROOT, environment, flags, little_text
 
 RECIPE = str(ROOT / "recipes" / "quickstart" / "diloco.yaml")
 TINY = [
-    *("--set", "model.config.hidden_size=32", "--set", "model.config.num_hidden_layers=2"),
-    *("--set", "training.eval_strategy=no", "--set", "training.eval_on_start=false"),
-    *("--set", "training.max_steps=100000", "--set", "training.lr_scheduler_type=constant"),
+    *("model.config.hidden_size=32", "model.config.num_hidden_layers=2"),
+    *("training.eval_strategy=no", "training.eval_on_start=false"),
+    *("training.max_steps=100000", "training.lr_scheduler_type=constant"),
 ]
 TIMEOUT_S = 90
 
 
-def start(folder: Path, *arguments: str, command: str = "train", first: str = "pass") -> subprocess.Popen:
+def start(folder: Path, *arguments: str, first: str = "pass") -> subprocess.Popen:
     """`hf-cocodc train` on a run that would last for hours; `first` is what its process does before."""
-    output = [] if command != "train" else [RECIPE, "--set", f"training.output_dir={folder}", *TINY]
+    sets = [f"training.output_dir={folder}", *TINY, *little_text(folder / "text")]
     return subprocess.Popen(
         [
             sys.executable,
             "-c",
             f"{first}; import sys; from hf_cocodc.cli.main import main; sys.exit(main())",
-            command,
-            *output,
-        ]
-        + list(arguments),
-        env=environment(),
+            "train",
+            RECIPE,
+            *flags(sets),
+            *arguments,
+        ],
+        env=environment(HF_DATASETS_CACHE=str(folder / "cache")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -173,17 +175,14 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143)])
-def test_a_signal_stops_all_regions_at_one_step_with_a_checkpoint(
-    sent: signal.Signals, code: int, tmp_path: Path
-) -> None:
+def test_sigterm_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
     """Regions stop together, the exit code is 128 and the signal's number, and the message says how to go on."""
     run = start(tmp_path)
     wait_for_step(run, tmp_path)
     children = psutil.Process(run.pid).children(recursive=True)
-    run.send_signal(sent)
+    run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=TIMEOUT_S)
-    assert run.returncode == code
+    assert run.returncode == 143
     assert "interrupted at step" in errors
     assert "is complete in every region" in errors
     assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]
@@ -227,43 +226,22 @@ def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_region_that_never_comes(tmp_path: Path) -> None:
     """One region of two, alone at the coordinator, ends after start_timeout_s and names the one that is missing."""
-    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
-    try:
-        assert coordinator.stdout is not None
-        address = coordinator.stdout.readline().split()[3].rstrip(";")
-        run = start(tmp_path, "--region", "0", "--coordinator", address, "--set", "regions.start_timeout_s=3")
-        _, errors = run.communicate(timeout=TIMEOUT_S)
-    finally:
-        coordinator.send_signal(signal.SIGINT)
-        coordinator.communicate(timeout=30)
+    address = serve_in_thread().address
+    run = start(tmp_path, "--region", "0", "--coordinator", address, "--set", "regions.start_timeout_s=3")
+    _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
     assert "region 1 did not arrive within 3 s" in errors
-    assert coordinator.returncode == 0
 
 
 @pytest.mark.slow
 def test_regions_that_disagree(tmp_path: Path) -> None:
     """Two regions started with another interval end at the handshake: the field and both values are named; exit code 2."""
-    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
-    try:
-        assert coordinator.stdout is not None
-        address = coordinator.stdout.readline().split()[3].rstrip(";")
-        runs = [
-            start(
-                tmp_path,
-                "--region",
-                str(r),
-                "--coordinator",
-                address,
-                "--set",
-                f"outer.sync_interval={10 + r}",
-            )
-            for r in (0, 1)
-        ]
-        errors = [run.communicate(timeout=TIMEOUT_S)[1] for run in runs]
-    finally:
-        coordinator.send_signal(signal.SIGINT)
-        coordinator.communicate(timeout=30)
+    to = ["--coordinator", serve_in_thread().address]
+    runs = [
+        start(tmp_path, "--region", str(region), *to, "--set", f"outer.sync_interval={10 + region}")
+        for region in (0, 1)
+    ]
+    errors = [run.communicate(timeout=TIMEOUT_S)[1] for run in runs]
     for run, error in zip(runs, errors, strict=True):
         assert run.returncode == 2
         assert "disagree on outer.sync_interval: region 0 has 10, region 1 has 11" in error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import folders
-from tests.processes.launching import ROOT, environment
+from tests.processes.launching import ROOT, environment, flags, little_text
 from tests.processes.test_failures import training_processes
 
 TIMEOUT_S = 120
@@ -48,16 +47,17 @@ def recipe(method: str) -> str:
 
 def overrides(method: str, folder: Path) -> list[str]:
     """A run of seconds, on little text: it makes more than one epoch."""
-    text = folder.parent / "text"
-    text.mkdir(exist_ok=True)
-    (text / "train.txt").write_text(Path(argparse.__file__).read_text()[:9000])
-    data = ["data.builtin=null", f"data.path={text}"]
-    return [*TINY, *data, *METHODS[method], f"training.output_dir={folder}"]
+    return [
+        *TINY,
+        *little_text(folder.parent / "text", 9000),
+        *METHODS[method],
+        f"training.output_dir={folder}",
+    ]
 
 
 def arguments(method: str, folder: Path) -> list[str]:
     sets = [*overrides(method, folder), *SAVING]
-    return ["train", recipe(method), "--resume", *(part for each in sets for part in ("--set", each))]
+    return ["train", recipe(method), "--resume", *flags(sets)]
 
 
 def start(method: str, folder: Path) -> subprocess.Popen:
