@@ -25,18 +25,18 @@ from .state import StateInStorage, StateTaken, newest_state
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _LOOKS, _BEGIN_LOOKS = 1.0, 10, 3
+LOOK_S, _LOOKS, _BEGIN_LOOKS = 1.0, 10, 3
 """Seconds between two looks at whoever serves; how often its count may be found unmoved; and how often that of one that has died,
 or nobody: whoever has just written a state is about to show itself.
 """
 _SLOWER = 2.0
 """Where requests take long, for so many of them: whoever serves needs two or three to show itself."""
-_NEAR_S, _FAR_S = 0.05, 1.0
+NEAR_S, FAR_S = 0.05, 1.0
 """Seconds between two looks for callers, in a folder and far away."""
 _BUSY_S, _BUSY_LOOK_S = 10.0, 0.2
 """For so many seconds after a call, or after this process has begun to serve, others are likely; it looks for them more often."""
-_BEAT_S = 1.0
-_SURE_S = 5.0
+BEAT_S = 1.0
+SURE_S = 5.0
 """Seconds after which a coordinator looks whether it still is the one that goes on; also if it stood still for so long."""
 _CALLER_S, _CLEAR_S = 30.0, 1800.0
 _LINGER_S = 5.0
@@ -66,13 +66,13 @@ class Standby:
         self._thread.join()
 
     def _work(self) -> None:
-        storage, told, wait_s = self._box.storage, "", _LOOK_S
+        storage, told, wait_s = self._box.storage, "", LOOK_S
         seen, looks, number = b"", 0, None
         while True:
             began = time.monotonic()
             try:
                 now = storage.get(SERVING) or b""
-                wait_s = max(_LOOK_S, _SLOWER * (time.monotonic() - began))
+                wait_s = max(LOOK_S, _SLOWER * (time.monotonic() - began))
                 has_ended = not now or has_died(_process_of(now))
                 looks = looks + 1 if now == seen else 0
                 # its count has moved: what is read may be old, but not twice
@@ -83,7 +83,7 @@ class Standby:
                     number = newest_state(storage)
                 if looks >= (_BEGIN_LOOKS if has_ended else _LOOKS) or not now and number == 0:
                     before, looks, number = number or 0, 0, None
-                    self._serve(before, {_process_of(now): CALL_S if has_ended else _LOOKS * _LOOK_S})
+                    self._serve(before, {_process_of(now): CALL_S if has_ended else _LOOKS * LOOK_S})
             except StateTaken:
                 pass
             except CocodcError as error:
@@ -136,7 +136,7 @@ class Standby:
                 ends_at = ends_at or now + _LINGER_S
                 if now > ends_at or not served.num_callers:
                     return
-            if now - sure_at >= _SURE_S:
+            if now - sure_at >= SURE_S:
                 if state.is_taken:
                     raise StateTaken
                 sure_at = now
@@ -148,7 +148,7 @@ class Standby:
                 box.storage.remove(f"{calls_of(box.process)}/{name}")
                 called_at = time.monotonic()
             is_busy = time.monotonic() < called_at + _BUSY_S
-            time.sleep(_NEAR_S if box.storage.is_near else _BUSY_LOOK_S if is_busy else _FAR_S)
+            time.sleep(NEAR_S if box.storage.is_near else _BUSY_LOOK_S if is_busy else FAR_S)
 
 
 def _show(box: Mailbox, over: threading.Event) -> None:
@@ -158,7 +158,7 @@ def _show(box: Mailbox, over: threading.Event) -> None:
         count += 1
         with contextlib.suppress(CocodcError):  # whoever lets callers in says so
             box.storage.put(SERVING, msgspec.json.encode(Serving(box.process, count)))
-        over.wait(_BEAT_S)
+        over.wait(BEAT_S)
 
 
 def _process_of(serving: bytes) -> str:
@@ -178,15 +178,3 @@ def _let_in(box: Mailbox, name: str, port: int) -> None:
 def _clear(leftovers: Leftovers) -> None:
     with contextlib.suppress(CocodcError):
         leftovers.look()
-
-
-def requests_a_second(serves: bool, request_s: float, is_near: bool) -> dict[str, float]:
-    """What whoever serves asks a storage for, by kind, or whoever stands by, apart from their sockets; each takes `request_s`."""
-    if not serves:
-        return {"read": 1 / (_LOOK_S + request_s)}
-    gap_s = (_NEAR_S if is_near else _FAR_S) + request_s
-    return {
-        "list": 1 / gap_s,
-        "write": 1 / (_BEAT_S + request_s),
-        "read": 2 / _SURE_S,
-    }

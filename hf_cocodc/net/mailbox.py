@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import select
 import socket
@@ -47,15 +46,15 @@ PIECES = 4
 """So many pieces of what was said are written, or read, side by side."""
 _SAID, _MORE, _END = b"\0", b"\1", b"\2"
 """The first byte of an object: the next one may take its time, or is there at once; or this end says no more."""
-_NEAR_S, _FAR_S = (0.01, 0.25), (0.2, 2.0)
-"""Seconds between two looks for an object: at first, and at most; in a folder, and far away."""
+NEAR_S, FAR_S = (0.01, 0.25), (0.2, 2.0)
+"""Seconds between two looks for an object: at first, and at most; in a folder, and far away. Far away, two objects of one socket
+are begun as many seconds apart as two first looks, unless they are full.
+"""
 _YOUNG_S = 10.0
 """In its first seconds a socket far away is looked at as often as one in a folder: regions that meet say many short words."""
-_GATHER_S, _GATHER_YOUNG_S = 0.25, 0.02
-"""Far away, two objects of one socket are begun so many seconds apart, unless they are full."""
 _FIRST_WORDS_S = 0.05
 """So long the card waits for the first words, with which it is written."""
-_LIFE_S, _LOOKS, _ABSENT = (1.0, 2.0), 8, 3
+LIFE_S, _LOOKS, _ABSENT = (1.0, 2.0), 8, 3
 """Seconds between two counts of a process that lives, near and far; how often one may be found unmoved; and for how many of these
 looks one counts that finds it removed.
 """
@@ -140,12 +139,7 @@ class Mailbox:
     def waits_s(self, since: float) -> tuple[float, float]:
         """Seconds between two looks for an object, at first and at most, on a socket that began then."""
         is_young = time.monotonic() < since + _YOUNG_S
-        return _NEAR_S if self.storage.is_near or is_young else _FAR_S
-
-    def gather_s(self, since: float) -> float:
-        if self.storage.is_near:
-            return 0.0
-        return _GATHER_YOUNG_S if time.monotonic() < since + _YOUNG_S else _GATHER_S
+        return NEAR_S if self.storage.is_near or is_young else FAR_S
 
     def meet(
         self, name: str, is_first: bool, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -268,7 +262,7 @@ class Mailbox:
                 if has_died(process):
                     self.storage.remove(f"lives/{process}")
         while True:
-            time.sleep(_LIFE_S[not self.storage.is_near])
+            time.sleep(LIFE_S[not self.storage.is_near])
             with contextlib.suppress(StorageError):  # whoever waits for an answer says so
                 if self._ways:
                     self._show_life()
@@ -378,7 +372,8 @@ class _Way:
             try:
                 if self._is_broken:
                     return
-                said = self._gathered(began + self._box.gather_s(self._began))
+                gather_s = 0.0 if self._storage.is_near else self._box.waits_s(self._began)[0]
+                said = self._gathered(began + gather_s)
                 began = time.monotonic()
                 pieces = [said[at : at + PIECE] for at in range(0, len(said), PIECE)]
                 contents = [(_SAID if piece is pieces[-1] else _MORE) + piece for piece in pieces] or [_END]
@@ -470,7 +465,7 @@ class _Way:
         while said:
             if self._is_broken:
                 raise ConnectionResetError("it has broken meanwhile")
-            if _is_ready(self._socket, select.POLLOUT, _LIFE_S[0]):
+            if _is_ready(self._socket, select.POLLOUT, LIFE_S[0]):
                 said = said[self._socket.send(said) :]
 
 
@@ -495,32 +490,6 @@ def _joined_sockets() -> tuple[socket.socket, socket.socket]:
 def _together(requests: Sequence[Callable[[], T]]) -> list[T]:
     """The results of requests, in order; several are made side by side."""
     return [requests[0]()] if len(requests) == 1 else side_by_side(requests, len(requests))
-
-
-def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:
-    """Seconds between two looks for an object, once nothing has come for `rest_s`; a look is a request of `request_s`."""
-    return _looked(rest_s, request_s, is_near)[1]
-
-
-def life_s(is_near: bool) -> float:
-    """Seconds between two counts of a process that lives."""
-    return _LIFE_S[not is_near]
-
-
-def looks_a_second(period_s: float, request_s: float, is_near: bool) -> float:
-    """Looks a second for the objects of a socket, of which one comes in each `period_s`: another one is looked for at once."""
-    looks, gap = _looked(max(period_s - request_s, 0.0), request_s, is_near)
-    return (1 + looks) / max(period_s, (1 + looks) * request_s) if period_s < math.inf else 1 / gap
-
-
-def _looked(rest_s: float, request_s: float, is_near: bool) -> tuple[float, float]:
-    """How often a socket has looked for an object when nothing has come for `rest_s`, and the seconds until it does so again."""
-    (wait_s, longest_s), looks = _NEAR_S if is_near else _FAR_S, 0
-    while rest_s > wait_s + request_s and wait_s < longest_s:
-        rest_s -= wait_s + request_s
-        wait_s, looks = min(1.5 * wait_s, longest_s), looks + 1
-    gap = wait_s + request_s
-    return looks + (rest_s / gap if rest_s < math.inf else 0.0), gap
 
 
 @cache

@@ -136,7 +136,7 @@ def test_of_many_that_write_one_decides_each_number(seed: int, tmp_path: Path) -
 def test_another_one_serves_when_the_first_ends_or_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "_LOOK_S", 0.05)
+    monkeypatch.setattr(standby, "LOOK_S", 0.05)
     monkeypatch.setattr(mailbox, "_MEET_S", 0.5)
     monkeypatch.setattr(in_storage, "_ANSWER_S", 0.5)
     url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
@@ -159,7 +159,7 @@ def test_nobody_takes_over_from_one_that_has_just_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has written its state, and shows itself after a moment."""
-    monkeypatch.setattr(standby, "_LOOK_S", 0.2)
+    monkeypatch.setattr(standby, "LOOK_S", 0.2)
     url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
     StateInStorage(Storage(url), SECRET)
     other = Standby(url, SECRET)
@@ -208,7 +208,7 @@ def test_a_process_hears_that_another_one_serves_than_it_has_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection may break only seconds later."""
-    monkeypatch.setattr(standby, "_LOOK_S", 0.05)
+    monkeypatch.setattr(standby, "LOOK_S", 0.05)
     url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
     serving = iter(range(1, 1000))
 
@@ -245,7 +245,7 @@ def test_one_that_stood_still_while_another_took_over_serves_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shows itself no more, although it has nothing to write."""
-    monkeypatch.setattr(standby, "_SURE_S", 0.0)
+    monkeypatch.setattr(standby, "SURE_S", 0.0)
     url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
     one = Standby(url, SECRET)
     wait_until(lambda: objects.get(SERVING) is not None)

@@ -21,7 +21,7 @@ from .test_mailbox import Join, boxes, fixture_joined  # noqa: F401
 def test_what_the_dead_have_left_is_removed_after_a_while(
     joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "_LIFE_S", (0.1, 0.1))
+    monkeypatch.setattr(mailbox, "LIFE_S", (0.1, 0.1))
     url = folder_url(tmp_path)
     one, other = boxes(url)
     sock, end = joined(one, other)
@@ -52,7 +52,7 @@ def test_nothing_is_left_of_a_socket_that_is_over(
     joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a request whose answer was lost has written an object anew that the other end had heard."""
-    monkeypatch.setattr(mailbox, "_LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "LIFE_S", (0.05, 0.05))
     one, other = boxes(folder_url(tmp_path))
     sock, end = joined(one, other)
     sock.sendall(b"hello")

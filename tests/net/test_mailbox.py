@@ -134,15 +134,14 @@ def heard_of(sock: socket.socket, size: int) -> bytes:
 
 
 def test_the_same_through_a_bucket(joined: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_FAR_S", (0.01, 0.1))
+    monkeypatch.setattr(mailbox, "FAR_S", (0.01, 0.1))
     with buckets() as url:
         sock, end = joined(*boxes(url))
         conversation(sock, end, 1, 1 << 18)
 
 
 def test_the_same_through_a_bucket_of_a_fake_hub(joined: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_FAR_S", (0.01, 0.1))
-    monkeypatch.setattr(mailbox, "_GATHER_S", 0.0)
+    monkeypatch.setattr(mailbox, "FAR_S", (0.01, 0.1))
     with fake_hub() as hub:
         sock, end = joined(*boxes(f"hf://buckets/{BUCKET}/meeting"))
         conversation(sock, end, 1, 1 << 18)
@@ -191,7 +190,7 @@ def test_a_socket_to_a_card_of_an_earlier_life_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are of two lives, so regions do not meet one. The simulation goes on with the next socket."""
-    monkeypatch.setattr(mailbox, "_LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "LIFE_S", (0.05, 0.05))
     monkeypatch.setattr(mailbox, "_MEET_S", 0.2)
     url = folder_url(tmp_path)
     with pytest.raises(TimeoutError):
@@ -206,7 +205,7 @@ def test_a_socket_breaks_when_the_other_process_has_stopped(
     joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is reset: nobody has closed it in good order."""
-    monkeypatch.setattr(mailbox, "_LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "LIFE_S", (0.05, 0.05))
     monkeypatch.setattr(Mailbox, "_tell", lambda self: None)
     one, other = boxes(folder_url(tmp_path))
     sock, end = joined(one, other)

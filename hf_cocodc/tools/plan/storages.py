@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...coordinator.standby import requests_a_second
-from ...net.mailbox import PIECE, PIECES, gap_s, life_s, looks_a_second
+from ...coordinator import standby
+from ...net.mailbox import FAR_S, LIFE_S, NEAR_S, PIECE, PIECES
 from .course import Cargo, Carried, Course
 from .transfers import OVERHEAD_S, Codes
 
@@ -113,10 +113,39 @@ def requests_an_hour(
     objects = math.ceil(max(course.bytes_per_s / max(sends, 1e-9) / others / trips / PIECE, 1))
     calls = others if serves else 1  # whoever serves does not call itself through the storage
     said = calls / _BEAT_S + others * sends * (trips * objects + 1)
-    looks = calls * looks_a_second(_BEAT_S, read_s, link.is_near)
-    looks += _SOCKETS * others * looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
+    looks = calls * _looks_a_second(_BEAT_S, read_s, link.is_near)
+    looks += _SOCKETS * others * _looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
     looks += others * sends * (trips * objects - 1)
-    live_s = life_s(link.is_near) + link.write_s + others * read_s
-    beside = requests_a_second(serves, read_s, link.is_near)
+    live_s = LIFE_S[not link.is_near] + link.write_s + others * read_s
+    beside = _beside_sockets(serves, read_s, link.is_near)
     a_second = {"write": said + 1 / live_s, "list": 0.0, "read": looks + others / live_s, "delete": said}
     return Counter({kind: round(3600 * (count + beside.get(kind, 0.0))) for kind, count in a_second.items()})
+
+
+def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:
+    """Seconds between two looks for an object, once nothing has come for `rest_s`; a look is a request of `request_s`."""
+    return _looked(rest_s, request_s, is_near)[1]
+
+
+def _looks_a_second(period_s: float, request_s: float, is_near: bool) -> float:
+    """Looks a second for the objects of a socket, of which one comes in each `period_s`: another one is looked for at once."""
+    looks, gap = _looked(max(period_s - request_s, 0.0), request_s, is_near)
+    return (1 + looks) / max(period_s, (1 + looks) * request_s) if period_s < math.inf else 1 / gap
+
+
+def _looked(rest_s: float, request_s: float, is_near: bool) -> tuple[float, float]:
+    """How often a socket has looked for an object when nothing has come for `rest_s`, and the seconds until it does so again."""
+    (wait_s, longest_s), looks = NEAR_S if is_near else FAR_S, 0
+    while rest_s > wait_s + request_s and wait_s < longest_s:
+        rest_s -= wait_s + request_s
+        wait_s, looks = min(1.5 * wait_s, longest_s), looks + 1
+    gap = wait_s + request_s
+    return looks + (rest_s / gap if rest_s < math.inf else 0.0), gap
+
+
+def _beside_sockets(serves: bool, request_s: float, is_near: bool) -> dict[str, float]:
+    """What whoever serves asks a storage for in a second, by kind, or whoever stands by, apart from their sockets."""
+    if not serves:
+        return {"read": 1 / (standby.LOOK_S + request_s)}
+    call_s = (standby.NEAR_S if is_near else standby.FAR_S) + request_s
+    return {"list": 1 / call_s, "write": 1 / (standby.BEAT_S + request_s), "read": 2 / standby.SURE_S}

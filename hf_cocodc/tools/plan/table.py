@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...auto import warnings_of
-from ...net.mailbox import gap_s
 from ...net.storage import price
 from ...resolve import settings
 from ...settings import OuterConfig
@@ -16,7 +15,7 @@ from .choice import foremost, written_out
 from .course import Course
 from .forecast import Forecast, Subject
 from .money import NONE, Cost, Prices, cost
-from .storages import StorageFigures
+from .storages import StorageFigures, gap_s
 from .transfers import LATE, MARGIN, MSS, MTU
 
 _WIDTH = 100

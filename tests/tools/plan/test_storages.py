@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.net.mailbox import PIECE, PIECES, gap_s
+from hf_cocodc.net.mailbox import PIECE, PIECES
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import read
 from hf_cocodc.tools.plan.course import Cargo
 from hf_cocodc.tools.plan.forecast import Subject
 from hf_cocodc.tools.plan.speeds import Speeds
-from hf_cocodc.tools.plan.storages import StorageFigures, StorageLine, requests_an_hour
+from hf_cocodc.tools.plan.storages import StorageFigures, StorageLine, gap_s, requests_an_hour
 from hf_cocodc.tools.plan.transfers import OVERHEAD_S, Codes
 from tests.benchmarks.storage import METHODS, STEP_S
 from tests.toys import llama
