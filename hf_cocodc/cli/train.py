@@ -11,7 +11,7 @@ from ..training.building import output_dir
 from ..training.launch import OF_RECIPES, Launch, Program
 from . import dry
 from .checks import recipe_of
-from .handed import fetch
+from .handed import take
 from .joining import name_of
 from .part import part_of
 from .supervising import Order, add_options, carry_out
@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
         usage="%(prog)s [RECIPE] [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions. With --region and --coordinator, it runs "
-        "only one. With --join and --coordinator, and no RECIPE, it writes that of the run to a file. With GPUs, or with "
+        "only one. With --join and --coordinator it needs no RECIPE: it takes that of the run. With GPUs, or with "
         "arguments after --, which go to it, a region has an accelerate launch of its own; without GPUs, or with "
         "training.use_cpu, it is one process. Where there are fewer GPUs than regions, the regions share them.",
     )
@@ -33,9 +33,9 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.recipe is None:
-        return fetch(options)
-    recipe = recipe_of(options)
+    recipe = take(options) if options.recipe is None else recipe_of(options)
+    if recipe is None:
+        return 0
     part = part_of(recipe.regions, options, name_of(recipe))
     sets = list(options.overrides)
     for key in ("count", "coordinator", "run", "secret_file"):

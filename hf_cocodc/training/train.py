@@ -33,8 +33,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     )
     args = building.arguments(recipe, TrainingArguments)
     if link is None:
-        run_name = callback.regions.run or building.output_dir(recipe).resolve().name
-        callback.recipe = handed_over(recipe, callback.regions, run_name)
+        callback.recipe = handed_over(recipe, callback.regions, building.batch_of(args))
     is_writer = os.environ.get("RANK", "0") == "0"
     folder = building.output_dir(recipe) / f"region-{callback.region}"
     with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():

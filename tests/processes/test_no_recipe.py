@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import RunStopped
 from hf_cocodc.run.journal import read
+from hf_cocodc.settings.handed import handed_over
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.snapshot.folders import usable
+from tests.coordinator.regions import hello, meet, part
 from tests.processes.launching import environment
 from tests.processes.pages import SMALL
 
@@ -52,10 +56,33 @@ def wait_until(is_so: Callable[[], bool], runs: list[subprocess.Popen]) -> None:
         time.sleep(0.2)
 
 
+def test_a_recipe_that_lies_runs_no_code(tmp_path: Path) -> None:
+    """A module in the folder of the command, which its interpreter would import: it has not run when the command ends."""
+    (tmp_path / "evil.py").write_text("open('was-run', 'w').close()\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    coordinator = serve_in_thread()
+    recipe = Recipe.load(tmp_path / "recipe.yaml", ["outer.method=evil:method", "outer.sync_interval=null"])
+    regions = RegionConfig(region=0, count=2, min=1, coordinator=coordinator.address).resolved({})
+    told = handed_over(recipe, regions, 2)
+    members = meet(
+        coordinator.address, *(hello(each, elastic=True, recipe=told) for each in (0, 1)), run="mine"
+    )
+    try:
+        joins = train(tmp_path, coordinator.address, "--join")
+        said = joins.communicate(timeout=TIMEOUT_S)[0]
+    finally:
+        part(*members)
+        coordinator.close()
+    assert joins.returncode == 2
+    assert "settings that can run code on this machine, or name files: outer.method='evil:method'" in said
+    assert Recipe.load(tmp_path / "runs" / "mine.yaml").outer.method == "evil:method"
+    assert not (tmp_path / "was-run").exists()
+
+
 @pytest.mark.slow
 def test_a_machine_without_a_recipe_joins_trains_and_comes_back(tmp_path: Path) -> None:
-    """Two regions have it. The third gets it from the run, and changes the folder of the data; all stop, and go on, the third
-    with the same file. In the end the three models are equal, bit for bit.
+    """Two regions have it. The third gets it from the run, and names its own data; all stop, and go on, the third with the file
+    that it was given. In the end the three models are equal, bit for bit.
     """
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there / "texts", here / "disk" / "texts"):
@@ -69,11 +96,12 @@ def test_a_machine_without_a_recipe_joins_trains_and_comes_back(tmp_path: Path) 
         runs = [train(there, address, "mine.yaml", "--region", str(region)) for region in (0, 1)]
         wait_until(lambda: any(each["phase"] == "trains" for each in status(address, None)), runs)
         refused = train(here, address, "--join")
-        assert "the recipe of run 'mine' is in runs/mine.yaml" in refused.communicate(timeout=TIMEOUT_S)[0]
+        assert (
+            "--set data.path=FOLDER. Its last part must be 'texts'"
+            in refused.communicate(timeout=TIMEOUT_S)[0]
+        )
         assert refused.returncode == 2
-        file = here / "runs" / "mine.yaml"
-        file.write_text(file.read_text().replace(" texts", " disk/texts"))
-        runs.append(train(here, address, "runs/mine.yaml", "--join"))
+        runs.append(train(here, address, "--join", "--set", "data.path=disk/texts"))
         journal = here / "runs" / "mine" / "region-2" / "cocodc" / "journal.jsonl"
         wait_until(
             lambda: (
@@ -86,6 +114,8 @@ def test_a_machine_without_a_recipe_joins_trains_and_comes_back(tmp_path: Path) 
         runs[0].send_signal(signal.SIGINT)
         outputs = [run.communicate(timeout=TIMEOUT_S)[0] for run in runs]
         assert [run.returncode for run in runs] == [130, RunStopped.exit_code, RunStopped.exit_code], outputs
+        assert "recipe of run 'mine', written to runs/mine.yaml" in outputs[2]
+        assert Recipe.load(here / "runs" / "mine.yaml").data.path == "disk/texts"
         homes = [there / "out" / "region-0", there / "out" / "region-1", here / "runs" / "mine" / "region-2"]
         [step] = {max(usable(home)) for home in homes}
         again = ["--regions", "3", "--resume", "--set", f"training.max_steps={step + 25}"]
