@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, trainer_optimizer, training_args
@@ -26,6 +27,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
     [
         ("model.config.hidden_size=130", "The hidden size (130) is not a multiple"),
         ("model.config.hidden_size=-4", "negative dimension"),
+        ("model.config.hidden_size=100000000", "on this machine need"),
         (
             "model.config.num_hidden_layers=two",
             "model.config: Validation error for field 'num_hidden_layers'",
@@ -185,6 +187,85 @@ def test_an_absurd_number_of_layers_ends_soon() -> None:
     """Without weights a model of any depth fits into memory, and would take minutes to build."""
     with pytest.raises(InputError, match=r"num_hidden_layers=100000000 must lie in 1 \.\. 1000"):
         preflight.preflight(Recipe.load(RECIPE, ["model.config.num_hidden_layers=100000000"]))
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+
+
+def _num_bytes(folder: Path, dtype: torch.dtype, **changes: Any) -> int:
+    """The size of the weights of the model in a folder."""
+    _trained(folder, **changes)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(param.nbytes for param in model.parameters())
+
+
+def test_trained_weights_are_counted_as_they_will_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the dtype of their config; the recipe's dtype is stronger. Advice names only what would help."""
+    num_bytes = _num_bytes(tmp_path, torch.bfloat16)
+    named = _trained(tmp_path, dtype="bfloat16")
+    _limit(monkeypatch, num_bytes)
+    preflight.preflight(Recipe.load(RECIPE, named))
+    with pytest.raises(InputError, match=r"on this machine need .*bfloat16 \(model.dtype\)") as caught:
+        preflight.preflight(Recipe.load(RECIPE, [*named, "model.dtype=float32"]))
+    assert "--region" not in str(caught.value)
+    with pytest.raises(InputError, match="2 region.s. on this machine need .*--region") as caught:
+        preflight.preflight(Recipe.load(RECIPE, named), 2)
+    assert "bfloat16" not in str(caught.value)
+    _limit(monkeypatch, num_bytes - 1)
+    with pytest.raises(InputError, match="on this machine need"):
+        preflight.preflight(Recipe.load(RECIPE, named))
+
+
+def test_tied_weights_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output layer that is the embedding needs no memory of its own."""
+    num_bytes = _num_bytes(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    _limit(monkeypatch, num_bytes)
+    preflight.preflight(Recipe.load(RECIPE, _trained(tmp_path, dtype="bfloat16", tie_word_embeddings=True)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}, "dtype": "bfloat16"},
+        {"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16"},
+        {},
+    ],
+    ids=["4 bit", "fp8", "no dtype"],
+)
+def test_weights_of_an_unknown_format_are_not_limited(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantized model takes less than its shapes say; without a dtype in the config only the weights tell."""
+    _limit(monkeypatch, 1)
+    preflight.preflight(Recipe.load(RECIPE, _trained(tmp_path, **changes)))
+
+
+def test_frozen_weights_are_counted_once_for_all_regions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions may share the pages of the file that an adapter's base model is in."""
+    named = [*_trained(tmp_path, dtype="bfloat16"), "peft.r=1"]
+    _limit(monkeypatch, 2 * _num_bytes(tmp_path, torch.bfloat16))
+    _trained(tmp_path, dtype="bfloat16")
+    preflight.preflight(Recipe.load(RECIPE, named), 8)
+
+
+def test_with_a_gpu_only_random_weights_of_one_region_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory holds them while they are built. Trained ones are read from files that need not lie in it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    _limit(monkeypatch, 1)
+    gpu = "training.use_cpu=false"
+    preflight.preflight(Recipe.load(RECIPE, [*_trained(tmp_path, dtype="bfloat16"), gpu]))
+    with pytest.raises(InputError, match="1 region.s. on this machine need"):
+        preflight.preflight(Recipe.load(RECIPE, [gpu]), 2)
 
 
 def test_bf16_and_tf32_do_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
