@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from torch.__config__ import parallel_info
 
-from hf_cocodc.coordinator.messages import Ask, Bye, Refuse
+from hf_cocodc.coordinator.messages import Ask, Beat, Bye, Refuse
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError
 from hf_cocodc.link import rules, tcp
@@ -26,9 +26,10 @@ from hf_cocodc.link.records import NOTHING_TO_SAY, Trailer
 from hf_cocodc.link.tcp import TcpLink, use_one_thread
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Conversation
-from tests.link.memory import PATIENCE_S, Regions, at_once, met, wait_until
+from tests.link.memory import PATIENCE_S, SILENT_S, Regions, at_once, met, wait_until
 from tests.link.training import STEPS, Died, Trained, check, method_of, train_all
 from tests.parts.test_codecs import fragment_of
+from tests.standing import standing
 
 
 class Told(NamedTuple):
@@ -185,6 +186,28 @@ def test_a_region_that_waits_says_for_whom(
 
     found = Regions(2, elastic=elastic).run(body)
     assert found == {0: None, 1: None}
+
+
+def test_a_region_says_it_has_waited_for_no_second_for_which_it_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stood = standing(monkeypatch)
+    said: list[Beat] = []
+
+    def body(region: int, link: TcpLink) -> None:
+        if region == 0:
+            link.gather(NOTHING_TO_SAY, "anything")
+            return
+        waits = regions.links[0]
+        wait_until(lambda: waits._sign().awaits == 1)
+        stood.s += 9.0
+        said.append(waits._sign())
+        link.gather(NOTHING_TO_SAY, "anything")
+
+    regions = Regions(2)
+    assert regions.run(body) == {0: None, 1: None}
+    assert said[0].awaits == 1 and said[0].blocked_s is not None
+    assert max(said[0].waited_s, said[0].idle_s, said[0].blocked_s) < SILENT_S
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
