@@ -168,6 +168,7 @@ class Beat(ControlMessage, frozen=True, kw_only=True):
         awaits: the region for which the link has waited for `waited_s`; None for none.
         idle_s: seconds since anything of this transfer moved.
         blocked_s: seconds for which training has waited; None if it does not.
+        coasts: whether it makes steps without training: whoever trains comes later to each transfer, and is not late.
         doing: what it does besides training, in words.
         changes, losses: how many it has applied.
         members: who takes part, as it knows; empty while it is a newcomer.
@@ -183,6 +184,7 @@ class Beat(ControlMessage, frozen=True, kw_only=True):
     waited_s: Real = 0.0
     idle_s: Real = 0.0
     blocked_s: Real | None = None
+    coasts: bool = False
     doing: Text = ""
     changes: Whole = 0
     losses: Whole = 0

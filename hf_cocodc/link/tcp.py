@@ -82,7 +82,7 @@ class TcpLink(Link):
             and facts.
         carrier: what carries payloads of means, if it was chosen, and why.
         ending: what this region says when the link is closed in good order.
-        beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
+        beat: the part of its heartbeats that the run knows: `doing` and `max_steps`; `coasts`: see `Beat`.
         switched: regions that have come in and left with the last change.
         on: called in the client's thread with every message of the coordinator, after the link has heard it.
     """
@@ -108,7 +108,7 @@ class TcpLink(Link):
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
         self.beat = Beat()
-        self.landed_at = 0.0
+        self.landed_at, self.coasts = 0.0, False
         self.switched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self.on: Callable[[ToRegion], None] = lambda message: None
         self.terms, self.is_elastic, self._timeout_s = terms, terms.is_open, timeout_s
@@ -732,6 +732,7 @@ class TcpLink(Link):
             waited_s=0.0 if late_since is None else now - late_since,
             idle_s=max(now - waits.moved_at, 0.0),
             blocked_s=now - min(blocked) if blocked else None,
+            coasts=self.coasts,
             landed_s=now - self.landed_at if self.beat.landed_at >= 0 else 0.0,
         )
         return beat(part, said)

@@ -150,6 +150,8 @@ class Training:
         batches = self.micro_batches * self.batch.unit / self.batch.samples
         if trained:
             self.inner.copies.look()
+        if self.session is not None:
+            self.session.link.coasts = not trained
         words = self.engine.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
         if words is not None:
             self.inner.copies.landed()

@@ -461,6 +461,14 @@ def test_who_has_come_to_a_transfer_is_not_late_however_long_that_takes(is_auto:
     assert suspects(world) == []
 
 
+def test_whoever_makes_steps_without_training_counts_nobody_late() -> None:
+    """As a region does that leaves: it comes first to each transfer, and the others train meanwhile."""
+    world = of_two_in_a_transfer(is_auto=False)
+    world.do(Came(1, Beat(op=3, awaits=1, waited_s=60.0, coasts=True)))
+    world.later(0.2)
+    assert suspects(world) == []
+
+
 @pytest.mark.parametrize("is_auto", [False, True])
 def test_whoever_stands_still_itself_is_not_told_that_another_one_is_late(is_auto: bool) -> None:
     """Its heartbeats do not come: what it waits for may have come meanwhile, and lie unread."""

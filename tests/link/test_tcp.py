@@ -200,13 +200,13 @@ def test_a_region_says_it_has_waited_for_no_second_for_which_it_stood_still(
             return
         waits = regions.links[0]
         wait_until(lambda: waits._sign().awaits == 1)
-        stood.s += 9.0
+        stood.s, waits.coasts = 9.0, True
         said.append(waits._sign())
         link.gather(NOTHING_TO_SAY, "anything")
 
     regions = Regions(2)
     assert regions.run(body) == {0: None, 1: None}
-    assert said[0].awaits == 1 and said[0].blocked_s is not None
+    assert said[0].awaits == 1 and said[0].blocked_s is not None and said[0].coasts
     assert max(said[0].waited_s, said[0].idle_s, said[0].blocked_s) < SILENT_S
 
 

@@ -53,6 +53,24 @@ def test_progress_is_told_from_the_first_step(tmp_path: Path, monkeypatch: pytes
     assert end["batches_made"] == STEPS
 
 
+def test_the_link_knows_whether_a_step_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are not late for one that makes its steps without training."""
+    model, link = torch.nn.Linear(2, 2), SimpleNamespace(coasts=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config, regions = OuterConfig(sync_interval=100), RegionConfig(region=0, count=1)
+    with (
+        OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, regions) as outer,
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(Training, "session", SimpleNamespace(link=link))
+        outer.coast_one()
+        assert link.coasts is True
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        outer.step(loss=1.5)
+        assert link.coasts is False
+
+
 def loop(journal: Path | None = None, coasts: int = 0) -> None:
     """A script without a Trainer."""
     model = torch.nn.Linear(2, 2)

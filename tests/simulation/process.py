@@ -319,6 +319,7 @@ class Process(Shell):
 
     def _coast(self) -> Generator[Any, None, None]:
         """Make an inner step without training."""
+        self.coasts = True
         yield from self._inner_step()
         yield from self._stop_if_agreed()
 

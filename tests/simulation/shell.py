@@ -129,7 +129,7 @@ class Shell(Actor):
         self.results: dict[int, Result] = {}
         self.sinks: dict[Connection, int] = {}
         self.wants: list[Member] = []
-        self.has_moved = self.leaves = self.over = False
+        self.has_moved = self.leaves = self.over = self.coasts = False
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
         self._wait_s, self._frozen_at, self._answered_at = _FIRST_WAIT_S, self.time, self.time
@@ -484,6 +484,7 @@ class Shell(Actor):
             waited_s=now - hand.awaits_since if hand is not None and awaits is not None else 0.0,
             idle_s=now - hand.moved_at if hand is not None else 0.0,
             blocked_s=self.blocked_s,
+            coasts=self.coasts,
         )
         return beat(self.part, said)
 

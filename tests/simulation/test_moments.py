@@ -269,3 +269,10 @@ def test_whoever_has_waited_for_one_that_is_lost_counts_nobody_else_late() -> No
     three = Plan(seed=0, regions=3, steps=12, interval=2, overlap=0, grace_s=4.0, grace_is_auto=True)
     for seed, at in _moments(2.0, 8.0, 24):
         assert _lost(_with(three, seed, Fault(at, "freeze", 2, seconds=15.0))) <= {2}, (seed, at)
+
+
+def test_a_region_that_leaves_loses_nobody() -> None:
+    """It makes its last steps without training, so the others come to each transfer an interval later: 2 to 6 s."""
+    three = Plan(seed=0, regions=3, steps=16, interval=4, overlap=0, grace_s=3.0)
+    for seed, at in _moments(2.0, 9.0, 24):
+        assert not _lost(_with(three, seed, Fault(at, "leave", 2))), (seed, at)
