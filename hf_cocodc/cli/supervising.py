@@ -251,6 +251,7 @@ def _train(
         ended = in_words(launch.rules_of(processes), regions, join, is_in)
         print(f"\n{ended} Press Ctrl-C again to end at once.", file=sys.stderr)
         _stop(processes, display)
+        is_in = any(each.has_trained for each in processes)
         if join and not is_in:
             return interrupted.exit_code
         if all(each.has_left for each in processes):
@@ -316,7 +317,7 @@ def in_words(rules: RegionConfig, regions: Sequence[int], join: bool, is_in: boo
     if join and not is_in:
         return f"stopping: region {regions[0]} is not in the run yet. The others train on."
     if not is_in:
-        return "stopping: no region of this command trains yet. Each ends."
+        return "stopping: no region of this command trains yet. Each ends, or stops with a checkpoint if it has just begun."
     if rules.leaves_alone:
         they = "the regions of this command send what they have trained, and end"
         does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they

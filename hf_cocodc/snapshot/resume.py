@@ -422,10 +422,10 @@ def _look(folder: Path, bound: int | None) -> tuple[Holdings, dict[int, str]]:
 
 def _refuse_damaged(holdings: Mapping[int, Holdings], skipped: Sequence[str], bound: int | None) -> None:
     """Raise CheckpointError if a run cannot just begin from step 0."""
-    unread = [region for region, each in holdings.items() if each.num_unread]
+    unread = " and ".join(f"region {region}" for region, each in holdings.items() if each.num_unread)
     if unread:
         raise CheckpointError(
-            f"no region has a checkpoint to resume from: none of region {unread[0]} can be used. "
+            f"no region has a checkpoint to resume from: none of {unread} can be used. "
             + " ".join(skipped)
             + " Restore one of them, give the path of another, install the version that reads it, or start a new run in another "
             "folder, without --resume (resume_from_checkpoint)."

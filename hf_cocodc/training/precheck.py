@@ -27,6 +27,13 @@ def check_sections(recipe: Recipe) -> None:
         raise InputError(
             "data.streaming=true: a stream has no length. Set training.max_steps to the number of inner steps."
         )
+    epochs = recipe.training.get("num_train_epochs", 3)
+    if max_steps == 0 or (epochs == 0 and isinstance(max_steps, int) and max_steps < 0):
+        name, value = ("num_train_epochs", epochs) if max_steps else ("max_steps", max_steps)
+        raise InputError(
+            f"training.{name}={value}: there is nothing to train. Set training.max_steps to the number of inner steps, or leave "
+            "it out and set training.num_train_epochs."
+        )
     if recipe.data.streaming and recipe.regions.shards == "dealt":
         raise InputError(
             "regions.shards=dealt with data.streaming=true: samples are dealt by their numbers, and a stream has none. "

@@ -109,7 +109,7 @@ def test_an_interrupt_says_who_stops(settings: dict[str, Any], regions: list[int
     rules = RegionConfig(**settings)
     assert supervising.in_words(rules, regions, join=False).startswith(said)
     starts = supervising.in_words(rules, regions, join=False, is_in=False)
-    assert starts == "stopping: no region of this command trains yet. Each ends."
+    assert starts.startswith("stopping: no region of this command trains yet. Each ends, or stops")
     waits = supervising.in_words(rules, regions, join=True, is_in=False)
     assert waits.endswith("is not in the run yet. The others train on.")
 
@@ -167,6 +167,32 @@ def test_the_exit_code_tells_which_signal_came(
         if when == "load"
         else "\ninterrupted at step 3; all regions have ended.\n" in said
     )
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_region_that_begins_while_it_is_stopped_has_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has saved a checkpoint: the command does not say that it was interrupted before training."""
+    region = a_region(tmp_path, 0)
+    region.status.write_text(json.dumps({"doing": "waiting to train"}))
+
+    def watch(*args: Any) -> None:
+        raise supervising.Interrupted(signal.SIGTERM)
+
+    def stop(*args: Any) -> None:
+        region.status.write_text(json.dumps({"doing": "training", "step": 2}))
+
+    monkeypatch.setattr(supervising, "load_ahead", lambda: None)
+    monkeypatch.setattr(supervising, "wait_until_loaded", lambda: None)
+    monkeypatch.setattr(launch, "start", lambda *args, **options: [region])
+    monkeypatch.setattr(launch, "watch", watch)
+    monkeypatch.setattr(supervising, "_stop", stop)
+    monkeypatch.setattr(supervising.Display, "step", 2)
+    assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == 143
+    said = capsys.readouterr().err
+    assert "stopping: no region of this command trains yet." in said
+    assert "\ninterrupted at step 2; all regions have ended.\n" in said
 
 
 def interrupted_while_importing(

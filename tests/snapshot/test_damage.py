@@ -141,7 +141,7 @@ def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
     for region in range(2):
         for path in folders.checkpoints(again / f"region-{region}").values():
             flip(path / "optimizer.pt")
-    with pytest.raises(CheckpointError, match=r"no region has a checkpoint to resume from: none of region 0"):
+    with pytest.raises(CheckpointError, match=r"to resume from: none of region 0 and region 1 can be used"):
         resumed(again)
 
 

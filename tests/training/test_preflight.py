@@ -23,6 +23,20 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
 
 @pytest.mark.parametrize(
+    ("steps", "epochs", "refused"),
+    [(0, 3, "max_steps=0"), (-1, 0, "num_train_epochs=0"), (5, 0, None), (-1, 1, None)],
+)
+def test_no_steps_are_refused_before_anything_is_loaded(steps: int, epochs: int, refused: str | None) -> None:
+    """A region said so after it had loaded model and text, without the key's name."""
+    recipe = Recipe.load(RECIPE, [f"training.max_steps={steps}", f"training.num_train_epochs={epochs}"])
+    if refused is None:
+        check_sections(recipe)
+        return
+    with pytest.raises(InputError, match=f"training.{refused}: there is nothing to train"):
+        check_sections(recipe)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model.config.hidden_size=130", "The hidden size (130) is not a multiple"),
