@@ -90,8 +90,8 @@ def muloco(
     Q quantizes, e is the residual of the error feedback, and beta is feedback_decay. With two regions the mean is not quantized
     a second time: they swap what they send whole.
 
-    You choose the inner optimizer: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a script,
-    where Muon's equations are. Everything else is DiLoCo.
+    You choose the inner optimizer: `training.optim: muon` in a recipe, `hf_cocodc.muon(model, lr=...)` in a script.
+    `run/muon.py` has Muon's equations. Everything else is DiLoCo.
 
     Differs from the paper: 4 bits are integers with a scale for each block of 256 values; the paper's scale is of a whole
     tensor, or its codes have a codebook. Embeddings and norms are quantized, too. Muon's learning rate is scaled to steps as

@@ -264,8 +264,8 @@ class InnerOptimizer:
         kinds = [each.__name__.lower() for part in self._parts for each in type(part).__mro__]
         if not any(word in each for each in kinds):
             logger.warning(
-                "outer.method=%s is DiLoCo with %s inside, but the inner optimizer is %s. Give it %s (hf_cocodc.run.muon), or "
-                "take method=diloco with the same outer settings.",
+                "outer.method=%s is DiLoCo with %s inside, but the inner optimizer is %s. Give it hf_cocodc.%s, or take "
+                "method=diloco with the same outer settings.",
                 *(method, word, self._name, word),
             )
 

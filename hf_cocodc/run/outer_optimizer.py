@@ -310,7 +310,7 @@ class OuterOptimizer:
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         self.training.endings.tell(
             loss=math.inf if math.isnan(value) else value
         )  # NaN says that it is unknown

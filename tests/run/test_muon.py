@@ -217,7 +217,10 @@ def test_a_loop_with_muon_trains_and_one_without_is_told(caplog: pytest.LogCaptu
         assert torch.equal(first, second)
         assert "MuLoCo" not in caplog.text and "muloco" not in caplog.text
         simulate(lambda r, link: loop(r, link, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3)), regions=1)
-    assert "outer.method=muloco is DiLoCo with muon inside, but the inner optimizer is SGD" in caplog.text
+    assert (
+        "outer.method=muloco is DiLoCo with muon inside, but the inner optimizer is SGD. Give it hf_cocodc.muon,"
+        in caplog.text
+    )
 
 
 def test_a_recipe_names_it() -> None:

@@ -81,7 +81,7 @@ def loop(journal: Path | None = None, coasts: int = 0) -> None:
         for _ in range(STEPS):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            outer.step(loss=1.5)
+            outer.step(loss=torch.tensor(1.5, requires_grad=True))  # as loops have it, and torch warns of
         for _ in range(coasts):
             outer.coast_one()
 
