@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import TrackioCallback, get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ..errors import InputError, RunFinished
@@ -31,13 +32,14 @@ def find_trainer() -> Trainer | None:
 
 
 _WRAPPERS: set[Any] = set()
-"""Our wrappers of methods of the class Trainer; other packages may have wrapped them, too."""
+"""Our wrappers of methods of these classes; other packages may have wrapped them, too."""
 
 
 def wrap_class(kind: type[TrainerCallback]) -> None:
-    """Wrap two methods of the class Trainer, once; without a callback of type `kind` a Trainer does as before.
+    """Wrap a method of Trainer and one of CallbackHandler, once; without a callback of type `kind` both do as before.
 
-    Its constructor creates a repository before it tells any callback, and nobody tells a callback that `add_callback` adds it.
+    Trainer's constructor creates a repository before it tells any callback, and nobody tells a callback that `add_callback` adds
+    it. Not Trainer's `add_callback`: `trainer.add_callback(hf_cocodc.CoCoDCCallback(...))` takes it before it imports us.
     """
 
     def init_hf_repo(create: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -47,23 +49,27 @@ def wrap_class(kind: type[TrainerCallback]) -> None:
         else:
             create(trainer, *args, **kwargs)
 
-    def add_callback(add: Callable, trainer: Trainer, callback: Any) -> None:
-        add(trainer, callback)
+    def add_callback(add: Callable, handler: CallbackHandler, callback: Any) -> None:
+        add(handler, callback)
         if isinstance(callback, kind) or callback is kind:
-            ours: Any = trainer.callback_handler.callbacks[-1]
-            ours.attach(trainer)
+            trainer, ours = find_trainer(), handler.callbacks[-1]
+            if (
+                getattr(trainer, "callback_handler", None) is handler
+            ):  # a constructor tells it later, by `on_init_end`
+                ours.attach(trainer)
 
-    for wrapper in (init_hf_repo, add_callback):
-        original = getattr(Trainer, wrapper.__name__)
+    owners: tuple[tuple[type, Callable], ...] = ((Trainer, init_hf_repo), (CallbackHandler, add_callback))
+    for owner, wrapper in owners:
+        original = getattr(owner, wrapper.__name__)
         if original not in _WRAPPERS:
             method = _method(wrapper, original)
             _WRAPPERS.add(method)
-            setattr(Trainer, wrapper.__name__, method)
+            setattr(owner, wrapper.__name__, method)
 
 
 def _method(wrapper: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
-    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
 
     return method

@@ -448,7 +448,7 @@ class CoCoDCCallback(TrainerCallback):
             self.outer.ask_to_stop(name)
 
 
-# not by the constructor alone: `trainer.add_callback(CoCoDCCallback(...))` takes the method before it makes the callback
+# not by the constructor alone: `trainer.add_callback(CoCoDCCallback)` takes the method before it makes the callback
 wrap_class(CoCoDCCallback)
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot.folders import usable
 from tests.listening import free_port
-from tests.processes.launching import accelerate, accelerate_on, environment, flags, little_text
+from tests.processes.launching import ROOT, accelerate, accelerate_on, environment, flags, little_text
 from tests.processes.test_failures import RECIPE, TINY, wait_for_step
-from tests.processes.test_launch import SCRIPT
 
+SCRIPT = ROOT / "tests" / "processes" / "clm_script.py"
 TIMEOUT_S = 240
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -52,7 +53,9 @@ def make(folder: Path, callbacks: list, kind: type[Trainer] = Trainer, **more: A
     )
 
 
-@pytest.mark.parametrize("how", ["constructor", "subclass", "added later", "attached by hand"])
+@pytest.mark.parametrize(
+    "how", ["constructor", "subclass", "added later", "imported later", "attached by hand"]
+)
 def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
     """Passed to the constructor, added later or attached by hand: the run and its output folder are the same."""
     callback = CoCoDCCallback(CONFIG)
@@ -60,6 +63,8 @@ def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
     trainer = make(tmp_path, given, SubTrainer if how == "subclass" else Trainer)
     if how == "added later":
         trainer.add_callback(callback)
+    if how == "imported later":  # trainer.add_callback(hf_cocodc.CoCoDCCallback(...)) takes the method first
+        inspect.unwrap(Trainer.add_callback)(trainer, callback)
     if how == "attached by hand":
         callback.attach(trainer)
     assert set(WRAPPED) - vars(trainer).keys() == {"get_batch_samples", *OF_DEALS}
