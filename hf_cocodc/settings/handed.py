@@ -4,6 +4,7 @@ Whoever joins trusts neither the coordinator nor the region with its machine: `d
 """
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,9 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import InputError
+from ..errors import InputError, short
 from .fields import Settings, is_own
-from .reading import read_yaml, yaml_of
 from .recipe import Recipe
 from .regions import RegionConfig
 
@@ -66,7 +66,8 @@ class Handed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a region tells of its recipe.
 
     Attributes:
-        text: the recipe, in YAML, without what is of a machine or an account; empty if it cannot be handed over.
+        text: the recipe, without what is of a machine or an account; empty if it cannot be handed over. In JSON: a few aliases
+            of YAML may stand for billions of values.
         why: why it cannot; empty if it can.
         folders: those of `PLACES` that are folders or files on its machine, and not names on the Hub.
         batch: sequences of an inner step of a region.
@@ -86,12 +87,12 @@ def handed_over(recipe: Recipe, regions: RegionConfig, batch: int) -> dict[str, 
     content = content_of(dataclasses.replace(recipe, regions=regions))
     _drop_own(content)
     try:
-        text = yaml_of(content)
-        is_same = read_yaml(text, "recipe") == content
-    except Exception:  # values that a script has put there may be anything
+        text = json.dumps(content)
+        is_same = json.loads(text) == content
+    except (TypeError, ValueError, RecursionError):  # values that a script has put there may be anything
         is_same = False
     if not is_same:
-        return {"why": "it has values that YAML cannot express"}
+        return {"why": "it has values that JSON cannot express"}
     if len(text.encode()) > MOST_BYTES:
         return {"why": f"it has {len(text.encode())} bytes, and a run keeps at most {MOST_BYTES}"}
     if _SECRETS.search(text):
@@ -124,7 +125,10 @@ def read_handed(handed: Handed, where: str) -> dict[str, Any]:
     """The sections of a recipe that is handed over, without what is of another machine. Raises InputError, which begins with
     `where`, if it is none.
     """
-    content = read_yaml(handed.text, where)
+    try:
+        content = json.loads(handed.text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON: {short(error, 200).rstrip('.')}.") from error
     Recipe.from_dict(content if isinstance(content, dict) else {}, where)
     _drop_own(content)
     return content

@@ -67,7 +67,7 @@ def preflight(recipe: Recipe, regions_here: int = 1, tries: bool = False) -> int
         tokenizer = building.tokenizer(recipe)
         if tokenizer.eos_token_id is None:
             raise InputError(NO_EOS)
-        model = _model(recipe, len(tokenizer), regions_here)
+        model = _model(recipe, len(tokenizer))
         needs_model = (
             args.optim_target_modules is not None or "lomo" in args.optim or building.has_muon(recipe)
         )
@@ -96,7 +96,7 @@ def on_meta(recipe: Recipe) -> Any:
     check(recipe)
     known = recipe.model.config is None or "vocab_size" in recipe.model.config
     with _quietly():
-        model = _model(recipe, 0 if known else len(building.tokenizer(recipe)), regions_here=0)
+        model = _model(recipe, 0 if known else len(building.tokenizer(recipe)), has_to_fit=False)
     if model is None:
         raise InputError(
             f"model.name_or_path={shown(recipe.model.name_or_path)} is an adapter, of which the size is not known before it is "
@@ -231,7 +231,7 @@ def _make(tracker: type) -> None:
         raise InputError(f"training.report_to: {problem}.")
 
 
-def _model(recipe: Recipe, vocab_size: int, regions_here: int) -> Any:
+def _model(recipe: Recipe, vocab_size: int, has_to_fit: bool = True) -> Any:
     """The model on the meta device, with its adapter, after cutting it into fragments. None if only its region finds it."""
     import torch
     from transformers.utils import find_adapter_config_file
@@ -252,8 +252,8 @@ def _model(recipe: Recipe, vocab_size: int, regions_here: int) -> Any:
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
         _forward(model)
-    if has_known_size and regions_here:
-        _refuse_too_large(recipe, model, regions_here)
+    if has_known_size and has_to_fit:
+        _refuse_too_large(recipe, model)
     from_config(recipe.outer).fragments(model)
     return model
 
@@ -271,33 +271,26 @@ def _forward(model: Any) -> None:
             raise InputError(f"model.config: the model cannot compute: {reason(error)}.") from error
 
 
-def _refuse_too_large(recipe: Recipe, model: Any, regions_here: int) -> None:
+def _refuse_too_large(recipe: Recipe, model: Any) -> None:
     """Raise InputError for a model whose weights alone surely do not fit into the memory of this machine.
 
-    Without a GPU each region here keeps its own copy of the weights that it trains. Frozen weights may be pages of a file that
-    regions share: they are counted once. With a GPU, host memory holds weights only while they are built: those of one region
-    must fit if they are random; trained ones are read from files, without a limit. DeepSpeed divides weights among ranks and
-    disks: no limit either.
+    With a GPU, host memory holds weights only while they are built; trained ones are read from files, without a limit. DeepSpeed
+    divides weights among ranks and disks: no limit either.
     """
     import torch
 
     has_gpu = not recipe.training.get("use_cpu") and _has_accelerator()
     if recipe.training.get("deepspeed") or (has_gpu and recipe.model.config is None):
         return
-    copies = 1 if has_gpu else regions_here
     params = list(model.parameters())  # each tensor once, even if modules share it
-    num_bytes = sum(param.nbytes * (copies if param.requires_grad else 1) for param in params)
-    memory = psutil.virtual_memory().total
+    num_bytes, memory = sum(param.nbytes for param in params), psutil.virtual_memory().total
     if num_bytes <= memory:
         return
-    remedies = ["Take a smaller model"]
-    if recipe.model.dtype in (None, "float32") and any(param.dtype == torch.float32 for param in params):
-        remedies.append("use bfloat16 (model.dtype)")
-    if copies > 1:
-        remedies.append("train fewer regions here (--region, regions.count)")
+    is_wide = recipe.model.dtype in (None, "float32") and any(p.dtype == torch.float32 for p in params)
+    remedy = ", or use bfloat16 (model.dtype)" if is_wide else ""
     raise InputError(
-        f"model: the weights of {copies} region(s) on this machine need {num_bytes / 1e9:.1f} GB, but it has "
-        f"{memory / 1e9:.1f} GB. {', or '.join(remedies)}."
+        f"model: the weights need {num_bytes / 1e9:.1f} GB, but this machine has {memory / 1e9:.1f} GB. Take a smaller "
+        f"model{remedy}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from hf_cocodc.coordinator.messages import Bye
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.settings.handed import handed_over
-from hf_cocodc.settings.reading import yaml_of
 from hf_cocodc.settings.recipe import Recipe
 from tests.coordinator.regions import Region, hello, meet, part
 from tests.secret import secret
@@ -196,8 +196,8 @@ def test_a_coordinator_of_another_version_is_refused(
         (None, "run 'mine' was started by a script, which has no recipe. Start the same script here"),
         ({"why": "it has 99999 bytes"}, "does not hand over its recipe: it has 99999 bytes. Get the file"),
         ({"text": 3}, "the coordinator gives what is no recipe of this version"),
-        ({"text": "model: ["}, "not valid YAML"),
-        ({"text": "a: 1"}, "as the coordinator at"),
+        ({"text": "model: ["}, "not valid JSON"),
+        ({"text": '{"a": 1}'}, "as the coordinator at"),
     ],
 )
 def test_a_run_without_a_recipe_says_what_to_do(
@@ -344,7 +344,7 @@ def test_a_hand_made_recipe_keeps_its_own_folder_out(place: Place) -> None:
         "training": {"max_steps": 5, "use_cpu": True, "output_dir": "/root/.ssh"},
         "regions": {"count": 2, "min": 1, "run": "theirs", "secret_file": "/etc/passwd"},
     }
-    place.begin_with({"text": yaml_of(content)})
+    place.begin_with({"text": json.dumps(content)})
     assert place.join() == 0
     kept = Recipe.load("runs/mine.yaml")
     assert kept.training["output_dir"] == "runs/mine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_what_is_of_a_machine_or_an_account_stays_there() -> None:
     told = handed_over(small(training=own), regions, 8)
     assert "private" not in str(told) and "secret" not in str(told)
     mine = {"training": {**SMALL["training"], **own}, "regions": {"secret_file": "/root/secret", "count": 2}}
-    got = read_handed(Handed(text=yaml_of({**SMALL, **mine})), "it")
+    got = read_handed(Handed(text=json.dumps({**SMALL, **mine})), "it")
     assert (got["training"], got["regions"]) == (SMALL["training"], {"count": 2})
 
 
@@ -82,7 +83,7 @@ def test_what_is_of_a_machine_or_an_account_stays_there() -> None:
         (small(training={"run_name": "hf_" + "a" * 30}), "it holds a token"),
         (small(data={"builtin": None, "path": "s3://me:pass@host/data"}), "an address with a password"),
         (small(training={"run_name": "x" * MOST_BYTES}), f"and a run keeps at most {MOST_BYTES}"),
-        (small(training={"optim_args": object()}), "values that YAML cannot express"),
+        (small(training={"optim_args": object()}), "values that JSON cannot express"),
     ],
 )
 def test_a_recipe_that_cannot_be_handed_over_says_why(recipe: Recipe, why: str) -> None:
@@ -103,13 +104,14 @@ def test_what_is_no_recipe_is_refused(told: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- 1", "section model is missing"),
-        ("model: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
-        (yaml_of({**SMALL, "extends": "/etc/passwd"}), "unknown key extends"),
-        (yaml_of({**SMALL, "regions": {"count": "x"}}), "regions.count='x'"),
+        ("[1]", "section model is missing"),
+        ("[" * 9999, "not valid JSON"),
+        ("model: !!python/object/apply:os.system [ls]", "not valid JSON"),
+        (json.dumps({**SMALL, "extends": "/etc/passwd"}), "unknown key extends"),
+        (json.dumps({**SMALL, "regions": {"count": "x"}}), "regions.count='x'"),
     ],
 )
-def test_the_text_is_read_as_a_file_is(text: str, said: str) -> None:
+def test_what_is_no_recipe_in_json_is_refused(text: str, said: str) -> None:
     with pytest.raises(InputError, match="^it") as refused:
         read_handed(Handed(text=text), "it")
     assert said in str(refused.value)
