@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from ..training.region import end
     from ..training.simulation import VirtualLink, simulate, simulated_dir
 
-    preflight(recipe, recipe.regions.count or 1)
+    preflight(recipe)
     link = None
     if options.step_s is not None:
         link = VirtualLink(

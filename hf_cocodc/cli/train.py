@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         if part.has_company:
             device = "cpu" if recipe.training.get("use_cpu") else "cuda"
             refuse_backend(recipe.regions.link, device, len(planned))
-        rows = dry.rows_of(recipe, preflight(recipe, len(planned), tries=True))
+        rows = dry.rows_of(recipe, preflight(recipe, tries=True))
         dry.show(part, planned, machine, joins, options.resume and not joins, rows)
 
     given = recipe.training.get("max_steps")

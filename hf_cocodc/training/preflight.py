@@ -55,11 +55,11 @@ def check(recipe: Recipe) -> None:
     refuse_nonsense(recipe)
 
 
-def preflight(recipe: Recipe, regions_here: int = 1, tries: bool = False) -> int | None:
+def preflight(recipe: Recipe, tries: bool = False) -> int | None:
     """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
-    Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: on this machine; `tries`: also
-    make a step, if the model is small. Returns the number of parameters that are trained; None if only a region finds the model.
+    Reads the configs and tokenizers that the recipe names; no weights, no data. `tries`: also make a step, if the model is small.
+    Returns the number of parameters that are trained; None if only a region finds the model.
     """
     check(recipe)
     with _quietly():

@@ -75,7 +75,7 @@ def _recipe(
     recipe, here = patient.recipe, patient.regions_here
     tell("building the model without its weights")
     try:
-        preflight(recipe, here, tries=True)
+        preflight(recipe, tries=True)
     except InputError as error:
         yield Finding("recipe", WRONG, str(error), _mended(str(error)))
         return None, None
