@@ -30,6 +30,7 @@ def show(
     from ..net.addresses import own_address
     from ..run.lock import refuse_held, region_lock
     from ..tools.doctor.facts import disk
+    from ..training.launch import log_name
 
     if part.regions.interface is not None:
         own_address("", part.regions.interface)
@@ -41,6 +42,7 @@ def show(
                 f"{'not yours to write' if place.folder.is_dir() else 'no folder'}. Change training.output_dir (of launch: "
                 "--logs), or make the folder writable."
             )
+        refuse_held(each.folder / "cocodc" / f"{log_name(machine)}.lock")
         if machine == 0:
             refuse_held(region_lock(each.folder))
     start = "the newest checkpoint that is good in every region, if there is one" if resumes else "step 0"

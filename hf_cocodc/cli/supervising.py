@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..coordinator.secret import secret_of
@@ -199,9 +200,8 @@ def carry_out(order: Order) -> int:
         if order.dry_run is not None:
             order.dry_run(planned, machine, join)
             return 0
-        if machine == 0:
-            launch.refuse_used([each.folder for each in planned])
-        return _train(order, planned, machine, address, join, resume)
+        give_away = at_end.enter_context(launch.sole_writer([each.folder for each in planned], machine))
+        return _train(order, planned, machine, address, join, resume, give_away)
 
 
 def _train(
@@ -211,8 +211,11 @@ def _train(
     address: str | None,
     join: bool,
     resume: bool,
+    give_away: Callable[[Path], None],
 ) -> int:
-    """Start regions, or this machine's part of one, show their progress, and report."""
+    """Start regions, or this machine's part of one, show their progress, and report. The folder of a lost region is given away,
+    because another command may bring it back.
+    """
     if order.program.may_be_forked and any(each.is_rank for each in planned):
         wait_until_loaded()
     early: list[int] = []
@@ -230,6 +233,7 @@ def _train(
 
     def lose(lost: launch.RegionProcess) -> None:
         """Say what the others go on without; nothing of a region that all stop with."""
+        give_away(lost.folder)
         if not lost.has_stopped:
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -209,13 +209,22 @@ def log_name(machine: int) -> str:
     return f"log-machine-{machine}" if machine else "log"
 
 
-def refuse_used(folders: Sequence[Path]) -> None:
-    """Raise InputError if a region trains in one of these folders, or it cannot be written. Each region that is started holds
-    the lock of its folder from then on.
+@contextlib.contextmanager
+def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[Callable[[Path], None]]:
+    """Inside the block, no other command of this machine of a region starts it in one of these folders.
+
+    It gets a function that gives one of the folders away: another command may bring a lost region back. Raises InputError if
+    another command has started them, or they are training without one.
     """
-    for folder in folders:
-        with hold(region_lock(folder)):
-            pass
+    with contextlib.ExitStack() as locks:
+        held = {}
+        for folder in folders:
+            held[folder] = locks.enter_context(contextlib.ExitStack())
+            held[folder].enter_context(hold(folder / "cocodc" / f"{log_name(machine)}.lock"))
+            if machine == 0:
+                with hold(region_lock(folder)):
+                    pass
+        yield lambda folder: held[folder].close()
 
 
 @dataclass(frozen=True)

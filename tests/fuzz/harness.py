@@ -20,7 +20,7 @@ PATIENCE_S = 120
 """A case that takes longer hangs: the slowest known one builds a model of very many layers."""
 
 STARTS = (
-    "hf_cocodc.training.launch.refuse_used",
+    "hf_cocodc.training.launch.sole_writer",
     "hf_cocodc.cli.dry.show",
     "hf_cocodc.tools.plan.choice.choose",
     "hf_cocodc.training.simulation.run_in_lockstep",

@@ -58,8 +58,8 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path, arg
         for _ in range(2):
             with pytest.raises(InputError, match=refusal), hold(lock):
                 raise AssertionError("two processes hold the lock")
-        with pytest.raises(InputError, match="region-0 is in use"):
-            launch.refuse_used([lock.parent.parent])
+        with pytest.raises(InputError, match="region-0 is in use"), launch.sole_writer([lock.parent.parent]):
+            raise AssertionError("a region trains there")
         process.kill()
         process.wait()
         with hold(lock), hold(lock):

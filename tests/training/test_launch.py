@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -387,6 +388,25 @@ def test_a_region_whose_processes_are_all_signaled_ends_with_its_last_rank(tmp_p
     assert launch.watch([region], lambda: None) == [region]
     assert region.process.returncode == -signal.SIGTERM
     assert saved.exists()
+
+
+def test_the_folder_of_a_lost_region_is_given_away(tmp_path: Path) -> None:
+    """Another command can start it there; the others stay in use."""
+
+    def is_free(folder: Path) -> bool:
+        with (folder / "cocodc" / "log.lock").open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    folders = [tmp_path / "region-0", tmp_path / "region-1"]
+    with launch.sole_writer(folders) as give_away:
+        assert [is_free(folder) for folder in folders] == [False, False]
+        give_away(folders[1])
+        assert [is_free(folder) for folder in folders] == [False, True]
+    assert all(is_free(folder) for folder in folders)
 
 
 def test_a_rank_of_a_split_launch_that_has_stopped_ends_no_other_region(
