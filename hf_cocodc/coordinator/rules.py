@@ -647,7 +647,8 @@ class _Work:
                 f"it has given no heartbeat for {silent_s:.0f} s (regions.timeout_s={terms.timeout_s:g}): its process hangs, "
                 "or the network between the regions is down"
             )
-        if terms.grace_s is not None and not beat.coasts:
+        # before its first step, one may read for long what another one does not have
+        if terms.grace_s is not None and beat.step > 0 and not beat.coasts:
             late_s = beat.waited_s
             if terms.grace_is_auto:  # training may have waited for another region before, or for the link
                 late_s = min(late_s, beat.blocked_s or 0.0)

@@ -440,14 +440,14 @@ def suspects(world: World) -> list[str]:
 def test_a_member_is_late_once_another_one_has_waited_for_it_for_the_grace(is_auto: bool) -> None:
     world = of_two_in_a_transfer(is_auto)
     for waited_s in (4.0, 5.0, 6.0):
-        world.do(Came(1, Beat(op=3, awaits=1, waited_s=waited_s, blocked_s=waited_s)))
+        world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=waited_s, blocked_s=waited_s)))
         assert suspects(world) == ["late"] * (waited_s > 5.0)
 
 
 def test_the_overlap_hides_how_late_a_member_is() -> None:
     world = of_two_in_a_transfer(is_auto=True)
     for blocked_s in (None, 4.0):
-        world.do(Came(1, Beat(op=3, awaits=1, waited_s=60.0, blocked_s=blocked_s)))
+        world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=60.0, blocked_s=blocked_s)))
     assert suspects(world) == []
 
 
@@ -456,15 +456,23 @@ def test_who_has_come_to_a_transfer_is_not_late_however_long_that_takes(is_auto:
     """`waited_s` is 0 then. Training waits for the link; or it has waited for another region, which is lost by now."""
     world = of_two_in_a_transfer(is_auto)
     for waited_s in (0.0, 0.5):
-        world.do(Came(1, Beat(op=3, awaits=1, waited_s=waited_s, blocked_s=60.0)))
+        world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=waited_s, blocked_s=60.0)))
         world.later(0.2)
     assert suspects(world) == []
+
+
+def test_nobody_is_late_before_training_begins() -> None:
+    """One region may load a checkpoint for long that the others do not have."""
+    world = of_two_in_a_transfer(is_auto=True)
+    for step in (0, 1):
+        world.do(Came(1, Beat(step=step, op=3, awaits=1, waited_s=60.0, blocked_s=60.0)))
+        assert suspects(world) == ["late"] * step
 
 
 def test_whoever_makes_steps_without_training_counts_nobody_late() -> None:
     """As a region does that leaves: it comes first to each transfer, and the others train meanwhile."""
     world = of_two_in_a_transfer(is_auto=False)
-    world.do(Came(1, Beat(op=3, awaits=1, waited_s=60.0, coasts=True)))
+    world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=60.0, coasts=True)))
     world.later(0.2)
     assert suspects(world) == []
 
@@ -473,7 +481,7 @@ def test_whoever_makes_steps_without_training_counts_nobody_late() -> None:
 def test_whoever_stands_still_itself_is_not_told_that_another_one_is_late(is_auto: bool) -> None:
     """Its heartbeats do not come: what it waits for may have come meanwhile, and lie unread."""
     world = of_two_in_a_transfer(is_auto)
-    world.do(Came(1, Beat(op=3, awaits=1, waited_s=2.0, blocked_s=2.0)))
+    world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=2.0, blocked_s=2.0)))
     for _ in range(20):
         world.later(1.0)
         world.do(Came(2, Beat(op=3)))
