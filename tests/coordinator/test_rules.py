@@ -464,9 +464,9 @@ def test_who_has_come_to_a_transfer_is_not_late_however_long_that_takes(is_auto:
 def test_nobody_is_late_before_training_begins() -> None:
     """One region may load a checkpoint for long that the others do not have."""
     world = of_two_in_a_transfer(is_auto=True)
-    for step in (0, 1):
-        world.do(Came(1, Beat(step=step, op=3, awaits=1, waited_s=60.0, blocked_s=60.0)))
-        assert suspects(world) == ["late"] * step
+    for made in (0, 1):
+        world.do(Came(1, Beat(step=made, op=3, awaits=1, waited_s=60.0, blocked_s=60.0)))
+        assert suspects(world) == ["late"] * made
 
 
 def test_whoever_makes_steps_without_training_counts_nobody_late() -> None:
