@@ -692,7 +692,7 @@ class _Work:
             has_come = at is not None and self.state.seats[at].beat.op >= seat.beat.op
             if has_come or other in {seat.member, *report.lost, *self.state.uncalled}:
                 continue
-            doubt = self.doubt(seat, other)
+            doubt = self.doubt(seat if at is None else _before(seat, self.state.seats[at]), other)
             if doubt is not None:
                 found[other] = doubt[1]
         return found
@@ -1286,6 +1286,16 @@ def _said(hello: Hello) -> dict[str, Any]:
 def _differences(compared: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(
         short(sentence, _LONGEST_SENTENCE) for sentence in side_by_side(compared)[:_MOST_DIFFERENCES]
+    )
+
+
+def _before(seat: Seat, other: Seat) -> Seat:
+    """A member that waits, as it was at the last heartbeat of another one, which may have come since."""
+    beat, earlier_s = seat.beat, max(seat.beat_at - other.beat_at, 0.0)
+    blocked_s = None if beat.blocked_s is None else max(beat.blocked_s - earlier_s, 0.0)
+    return replace(
+        seat,
+        beat=structs.replace(beat, waited_s=max(beat.waited_s - earlier_s, 0.0), blocked_s=blocked_s),
     )
 
 

@@ -425,6 +425,20 @@ def test_all_that_are_stuck_are_lost_at_once() -> None:
     assert world.state.members == (first,) and "stuck" in " ".join(world.state.decisions[-1].whys)
 
 
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_a_member_that_may_have_come_meanwhile_is_not_missed_with_another_one(is_auto: bool) -> None:
+    """Where heartbeats take long, as through a storage, the last one of a member is from before the transfer."""
+    for seen_at, is_missed in ((12.0, False), (15.5, True)):
+        world = World()
+        _, late, third = world.of(3, grace_s=5.0, grace_is_auto=is_auto)
+        world.now = seen_at
+        world.do(Came(3, Beat(step=9, op=2)))
+        world.now = 16.0
+        world.do(Came(1, Beat(step=9, op=3, awaits=1, waited_s=6.0, blocked_s=6.0)))
+        world.reports(1, late)
+        assert [each.decision.lost for each in world.state.decisions] == [(late, third)] * is_missed
+
+
 def of_two_in_a_transfer(is_auto: bool) -> World:
     """Region 0 waits for region 1, which may be late by 5 s."""
     world = World()
