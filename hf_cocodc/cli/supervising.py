@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,18 @@ class Order:
         return self.max_steps is None
 
 
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Handlers of signals are after the block what they were: the process may do something else then."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_as_before()
 def carry_out(order: Order) -> int:
     """Start the regions that an order names, show their progress, and report; returns the exit code of the command."""
     if order.dry_run is None:

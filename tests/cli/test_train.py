@@ -160,7 +160,9 @@ def test_the_exit_code_tells_which_signal_came(
     monkeypatch.setattr(supervising, "wait_until_loaded", load_and_signal)
     monkeypatch.setattr(launch, "start", start_and_signal)
     monkeypatch.setattr(launch, "watch", watch_and_signal)
+    handler = signal.getsignal(sent)
     assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == code
+    assert signal.getsignal(sent) is handler, "what the process does next is interrupted as ever"
     said = capsys.readouterr().err
     assert (
         said == "interrupted\n"
@@ -264,7 +266,7 @@ def train(region, link):
     while True:
         large @ large
 simulation.simulate = lambda recipe, link: run_in_lockstep(2, train)
-preflight.preflight = lambda recipe, regions: None
+preflight.preflight = lambda recipe: None
 sys.exit(main(["simulate", "quickstart/diloco"]))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

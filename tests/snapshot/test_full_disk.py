@@ -173,7 +173,7 @@ def test_a_log_on_a_full_disk(
             print("loss", file=log)  # noqa: T201
 
     monkeypatch.setattr(train, "run", run)
-    monkeypatch.setattr(train, "preflight", lambda recipe, num_here: None)
+    monkeypatch.setattr(train, "preflight", lambda recipe: None)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("extends: quickstart/diloco\n")
     assert train.main([str(recipe)]) == 2
