@@ -76,9 +76,11 @@ class Leases:
             "listen": lambda *where: None,
             "Served": self._serve,
         }
+        ours = {name: self.machines.ours(each, getattr(standby, name)) for name, each in stand_ins.items()}
+        bucket = self.machines.ours(self._reach, storage._Bucket)
         with (
-            mock.patch.multiple(storage, time=time, random=self.machines.chance(), _Bucket=self._reach),
-            mock.patch.multiple(standby, time=time, threading=threads, **stand_ins),
+            mock.patch.multiple(storage, time=time, random=self.machines.chance(), _Bucket=bucket),
+            mock.patch.multiple(standby, time=time, threading=threads, **ours),
             mock.patch.dict(self.state, time=time),
         ):
             try:

@@ -166,10 +166,9 @@ class Talks:
             "atexit": SimpleNamespace(register=lambda call: None),
             "PIECE": 400,
         }
+        bucket = machines.ours(lambda *_: Reached(self.store), storage._Bucket)
         with (
-            mock.patch.multiple(
-                storage, time=time, random=machines.chance(), _Bucket=lambda *_: Reached(self.store)
-            ),
+            mock.patch.multiple(storage, time=time, random=machines.chance(), _Bucket=bucket),
             mock.patch.multiple(mailbox, **names),
         ):
             yield
