@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +166,9 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def override_key(content: dict, override: str) -> None:
-    """Apply one "section.key=value" to a recipe in place; null removes the key or the section. Raises InputError if it does not
-    fit the recipe.
+def override_key(content: dict, override: str, knows: Callable[[str], bool] = lambda key: True) -> None:
+    """Apply one "section.key=value" to a recipe in place; null removes the key or the section, or one that is not there and that
+    a recipe `knows`. Raises InputError if it does not fit the recipe.
     """
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
@@ -190,7 +190,7 @@ def override_key(content: dict, override: str) -> None:
         target[last] = value
     elif last in target:
         del target[last]
-    else:
+    elif not knows(key.strip()):
         raise InputError(
             f"--set {shown(override)}: the recipe has no {short(key)} to remove.{nearest(last, list(target))}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from . import OuterConfig, RegionConfig
-from .fields import Limit, Names, Settings, at_least, build, setting
+from .fields import Limit, Names, Settings, at_least, build, hints_of, setting
 from .reading import override_key, read_recipe
 
 
@@ -155,11 +155,21 @@ class Recipe(Settings):
         if overrides:
             content = copy.deepcopy(dict(content))
         for override in overrides:
-            override_key(content, override)  # type: ignore[arg-type]
+            override_key(content, override, _is_key)  # type: ignore[arg-type]
         try:
             return build(cls, content)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+
+
+def _is_key(key: str) -> bool:
+    """Whether recipes have this section, or this key of one of ours: a library knows those of the others."""
+    section, *names = key.split(".")
+    kind = hints_of(Recipe).get(section)
+    if not names or kind is None:
+        return kind is not None
+    is_ours = isinstance(kind, type) and issubclass(kind, Settings)
+    return is_ours and len(names) == 1 and names[0] in hints_of(kind)
 
 
 def facts_of_data(recipe: Recipe) -> dict[str, Any]:

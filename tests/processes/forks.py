@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed import TCPStore
 
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.training.forks import SIGNALS
 from tests.processes.launching import ROOT, environment, outcomes
 
 TIMEOUT_S = 90
@@ -117,6 +119,9 @@ def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str])
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(env)
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, SIGNALS
+    )  # a command in a test may have started the server, which blocks them
     torch.set_num_threads(1)
     gc.freeze()  # see conftest
     try:

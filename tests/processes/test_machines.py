@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from pathlib import Path
 
 import pytest
 
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.journal import read
 from tests.listening import free_port
 from tests.processes.test_failures import TIMEOUT_S, start
@@ -24,17 +24,15 @@ def test_a_region_of_two_machines_speaks_with_one_voice(
     text = tmp_path / "text"
     text.mkdir()
     (text / "train.txt").write_text(Path(socket.__file__).read_text()[:9000])
-    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
+    coordinator = serve_in_thread()
     folder = tmp_path / "region-0"
     folder.mkdir()
     for name in ("log.txt", "log-machine-1.txt"):
         (folder / name).write_text("of an earlier run\n")
     try:
-        assert coordinator.stdout is not None
-        address = coordinator.stdout.readline().split()[3].rstrip(";")
         common = [
             "--coordinator",
-            address,
+            coordinator.address,
             "--set",
             f"training.max_steps={STEPS}",
             "--set",
@@ -68,8 +66,7 @@ def test_a_region_of_two_machines_speaks_with_one_voice(
             run.communicate(timeout=2 * TIMEOUT_S) for run in (*machines, other)
         )
     finally:
-        coordinator.send_signal(signal.SIGINT)
-        coordinator.communicate(timeout=30)
+        coordinator.close()
     assert [run.returncode for run in (*machines, other)] == [0, 0, 0], (said, also, errors)
     events = read(folder / "cocodc" / "journal.jsonl")
     assert [event["kind"] for event in events].count("start") == 1

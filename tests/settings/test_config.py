@@ -32,8 +32,14 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
 
 def test_null_removes_what_a_recipe_holds() -> None:
-    """A key, whatever its type, and a section."""
-    overrides = ["training.max_steps=null", "outer=null", "data.block_size=null"]
+    """A key, whatever its type, and a section; and nothing where there is nothing: one may say it again."""
+    overrides = [
+        "training.max_steps=null",
+        "outer=null",
+        "data.block_size=null",
+        "data.block_size=null",
+        "peft=null",
+    ]
     recipe = Recipe.load(RECIPE, [*overrides, "model.config.hidden_size=null"])
     assert "max_steps" not in recipe.training
     assert recipe.outer == OuterConfig()
