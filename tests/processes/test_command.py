@@ -58,7 +58,7 @@ def test_regions_end_when_their_command_is_gone(tmp_path: Path, temporary: Path)
     third = start(tmp_path)
     _, refusal = third.communicate(timeout=TIMEOUT_S)
     assert third.returncode == 2
-    assert f"region-0 is in use by process {run.pid} on" in refusal
+    assert f"region-0 is in use by process {trainers[0].pid} on" in refusal
     trainers[0].resume()
     _, alive = psutil.wait_procs(everyone, timeout=TIMEOUT_S)
     assert not alive
