@@ -95,6 +95,8 @@ class Churn:
         is_far = url.startswith("s3:")
         self._timeout_s = FAR_TIMEOUT_S if is_far else TIMEOUT_S
         self.setting.regions.update(link=link, timeout_s=self._timeout_s)
+        if isinstance(grace_s := self.setting.regions.get("grace_s"), float):
+            self.setting.regions["grace_s"] = grace_s * self._timeout_s / TIMEOUT_S
         self.setting = replace(self.setting, faults=faults)
         self._checks = Checks(folder, self.setting, in_storage=bool(url))
         self.wrong = self._checks.wrong
