@@ -251,10 +251,10 @@ def name_of(recipe: Recipe) -> str:
     return recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
 
 
-def way_back(words: Sequence[str], region: int, address: str | None) -> str:
-    """The command that brings a lost region back, from the `words` of the one that has started it."""
+def way_back(words: Sequence[str], resumes: bool, region: int, address: str | None) -> str:
+    """The command that brings a lost region back, from the `words` of the one that has started it, which `resumes` or not."""
     command, *options = words
-    if "--resume" in options:  # the first one is ours: a script comes behind our options
+    if resumes and "--resume" in options:  # the first one is ours: a script comes behind our options
         options.remove("--resume")
     joins = ["--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
     return shlex.join(["hf-cocodc", command, *joins, *options])

@@ -250,7 +250,7 @@ def _train(
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
             )
-            again = way_back(order.words, lost.region, address)
+            again = way_back(order.words, order.resume, lost.region, address)
             display.lose(lost.region, f"{line}\n    {again}")
 
     def tell(failed: launch.RegionProcess, left_s: float) -> None:

@@ -56,8 +56,7 @@ def call_in_storage(url: str, timeout_s: float) -> socket.socket:
 
     box.begin()
     name = f"call-{token_hex(8)}"
-    say = threading.Thread(target=_call, args=(box, f"{calls_of(process)}/{name}"), daemon=True)
-    say.start()
+    threading.Thread(target=_call, args=(box, f"{calls_of(process)}/{name}"), daemon=True).start()
     connection = box.meet(name, True, min(timeout_s, _ANSWER_S), look)
     box.called = process
     return connection

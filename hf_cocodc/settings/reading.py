@@ -167,8 +167,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def override_key(content: dict, override: str, knows: Callable[[str], bool] = lambda key: True) -> None:
-    """Apply one "section.key=value" to a recipe in place; null removes the key or the section, or one that is not there and that
-    a recipe `knows`. Raises InputError if it does not fit the recipe.
+    """Apply one "section.key=value" to a recipe in place; null removes the key or the section. Raises InputError if it does not
+    fit the recipe, or if null is to remove what is not there and nobody `knows`.
     """
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")

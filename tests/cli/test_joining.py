@@ -161,7 +161,7 @@ def test_the_command_that_brings_a_lost_region_back_can_be_pasted(
 ) -> None:
     """With the same recipe or script, changes and launcher arguments, and the coordinator that the command has started."""
     assert main(words) == 0
-    again = way_back(orders[0].words, 3, "127.0.0.1:29650")
+    again = way_back(orders[0].words, orders[0].resume, 3, "127.0.0.1:29650")
     assert again.startswith(f"hf-cocodc {words[0]}")
     assert main(shlex.split(again)[1:]) == 0
     first, second = orders
@@ -169,6 +169,23 @@ def test_the_command_that_brings_a_lost_region_back_can_be_pasted(
     assert second.part.regions.coordinator == "127.0.0.1:29650"
     assert second.program.launcher == first.program.launcher == ["--cpu"]
     assert second.program.folder == first.program.folder
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["launch", "--regions", "2", "-m", "hf_cocodc", "--resume"], "-m hf_cocodc --resume"),
+        (["launch", "--regions", "2", "--resume", "-m", "hf_cocodc", "--resume"], "-m hf_cocodc --resume"),
+        (["launch", "--regions", "2", "--resume", "-m", "hf_cocodc"], "-m hf_cocodc"),
+    ],
+)
+def test_a_region_that_comes_back_has_its_script_s_own_resume_and_not_the_command_s(
+    words: list[str], program: str, orders: list[supervising.Order]
+) -> None:
+    """The coordinator hands a region its state: only what the command itself resumed is left out."""
+    assert main(words) == 0
+    again = way_back(orders[0].words, orders[0].resume, 1, None)
+    assert again == f"hf-cocodc launch --join --region 1 --coordinator HOST:PORT --regions 2 {program}"
 
 
 def a_region(region: int, error: tuple[str, int] | None) -> Any:
