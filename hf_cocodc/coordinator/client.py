@@ -51,9 +51,11 @@ from .standby import Standby
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 15.0
-"""The coordinator sends something every second: one that is silent for so long has gone, or the network has."""
+SILENT_S, _SILENT_PERIODS = 15.0, 8
+"""The coordinator sends something every period: one that is silent for so long, and for so many, has gone, or the network has."""
 _LOOK_S = 0.2
+_BEAT_LOOK_S = 1.0
+"""What a heartbeat says of who takes part is told after so many seconds, and need not wait for the next one."""
 
 
 def status(
@@ -96,7 +98,7 @@ def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> boo
 class Client:
     """A region's one connection to the coordinator, remade whenever it ends. `meet` sets `me` and `welcome`.
 
-    `period_s`: seconds between two heartbeats.
+    `period_s`: seconds between two heartbeats, and between two signs of life of the coordinator.
     """
 
     me: Member
@@ -104,13 +106,16 @@ class Client:
 
     def __init__(self, address: str, run: str, keys: Keys | None = None, period_s: float = 1.0) -> None:
         self._address, self._run, self._keys = address, run, keys
-        self._period_s = period_s
+        self._period_s, self._silent_s = period_s, max(SILENT_S, _SILENT_PERIODS * period_s)
+        self._look_s = min(period_s, _BEAT_LOOK_S)
         self._call: OpenCall | None = None
         self._standby: Standby | None = None
         self._is_over = False
         self._thread: LoopThread | None = None
         self._working: asyncio.Task[None] | None = None
         self.is_connected, self._heard_at = False, awake_s()
+        self._told: tuple[Any, ...] = ()
+        self._beat_at = 0.0
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
 
@@ -304,21 +309,21 @@ class Client:
             else:
                 await self._serve(self._call)
         while True:  # nobody hears it, but the region looks after its own waits
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self._look_s)
             self._say_beat()
 
     async def _serve(self, call: OpenCall) -> None:
         """Hear and speak until the connection ends."""
-        self._heard_at = awake_s()
+        self._heard_at, self._told = awake_s(), ()
         hearing = asyncio.ensure_future(self._hear_all(call))
         try:
-            while not hearing.done() and awake_s() < self._heard_at + SILENT_S:
+            while not hearing.done() and awake_s() < self._heard_at + self._silent_s:
                 self._say_beat()
-                await asyncio.wait({hearing}, timeout=self._period_s)
+                await asyncio.wait({hearing}, timeout=self._look_s)
         finally:
             await cancel(hearing)
         if call is self._call:
-            silent = f"it has been silent for {SILENT_S:g} s"
+            silent = f"it has been silent for {self._silent_s:g} s"
             self._drop(call, silent if hearing.cancelled() else "the connection has ended")
 
     def _say(self, message: FromRegion) -> None:
@@ -330,7 +335,11 @@ class Client:
 
     def _say_beat(self) -> None:
         try:
-            self._say(self._beat())
+            beat = self._beat()
+            told, now = (beat.changes, beat.losses, beat.members), awake_s()
+            if told != self._told or now >= self._beat_at:
+                self._say(beat)
+                self._told, self._beat_at = told, now + self._period_s - self._look_s / 2
         except Exception:
             logger.exception("a heartbeat cannot be sent")
 

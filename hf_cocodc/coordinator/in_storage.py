@@ -3,34 +3,33 @@
 import contextlib
 import socket
 import threading
-from secrets import token_hex
-
-import msgspec
+from secrets import token_bytes, token_hex
 
 from ..errors import InputError, short
 from ..net.mailbox import Mailbox, has_died, mailbox
-from ..net.storage import StorageError
+from ..net.storage import Storage, StorageError
 
 _ANSWER_S = 10.0
 SERVING = "coordinator"
-"""The object that says who serves."""
-
-
-class Serving(msgspec.Struct, frozen=True):
-    """Who serves: a process with a mailbox. `count` moves."""
-
-    process: str
-    count: int
+"""The object that names the process that serves."""
+KNOCK = "knock"
 
 
 def calls_of(process: str) -> str:
-    """The folder of those who call a process that serves: an object for each, with the name under which both meet."""
+    """The folder of those who call a process that serves: an object for each, with the name under which both meet; and one,
+    `KNOCK`, that differs once another one has called. To read it costs less than to list all.
+    """
     return f"calls/{process}"
+
+
+def serving_in(storage: Storage) -> str:
+    """The process that says that it serves; empty if none does. It may have ended. Raises StorageError."""
+    return (storage.get(SERVING) or b"").decode(errors="replace")
 
 
 def is_served(url: str) -> bool:
     """Whether a process says that it serves as coordinator in a storage; it may have ended. Raises like `Mailbox.begin`."""
-    return mailbox(url).storage.get(SERVING) is not None
+    return bool(serving_in(mailbox(url).storage))
 
 
 def refuse_missing(url: str) -> None:
@@ -48,36 +47,34 @@ def call_in_storage(url: str, timeout_s: float) -> socket.socket:
     if box.serves_at is not None:
         box.called = box.process
         return socket.create_connection(("127.0.0.1", box.serves_at))
-    process = _serving(box)
+    process, name = _serving(box), f"call-{token_hex(8)}"
+    calls = calls_of(process)
+
+    def call() -> None:
+        with contextlib.suppress(StorageError):  # then nobody answers
+            box.storage.put(f"{calls}/{name}", b"")
+            knock()
+
+    def knock() -> None:
+        box.storage.put(f"{calls}/{KNOCK}", token_bytes(8))
 
     def look() -> None:
         if _serving(box) != process:
             raise ConnectionRefusedError("another one serves by now")
+        knock()  # a list may have been late
 
     box.begin()
-    name = f"call-{token_hex(8)}"
-    threading.Thread(target=_call, args=(box, f"{calls_of(process)}/{name}"), daemon=True).start()
+    threading.Thread(target=call, daemon=True).start()
     connection = box.meet(name, True, min(timeout_s, _ANSWER_S), look)
     box.called = process
     return connection
 
 
-def _call(box: Mailbox, name: str) -> None:
-    with contextlib.suppress(StorageError):  # then nobody answers
-        box.storage.put(name, b"")
-
-
 def _serving(box: Mailbox) -> str:
     """The process that serves. Raises OSError if there is none, as far as that is known."""
-    content = box.storage.get(SERVING)
-    if content is None:
+    process = serving_in(box.storage)
+    if not process:
         raise ConnectionRefusedError("nobody serves there yet")
-    try:
-        process = msgspec.json.decode(content, type=Serving).process
-    except msgspec.MsgspecError as error:
-        raise StorageError(
-            f"{box.storage.url}: {SERVING!r} is nothing that this version writes ({error})."
-        ) from error
     if has_died(process):
         raise ConnectionRefusedError("the process that served has died")
     return process

@@ -16,7 +16,7 @@ from ..net.members import Member, Whereabouts
 from ..settings.regions import MOST_REGIONS
 from ..validation import MOST
 
-PROTOCOL = 31
+PROTOCOL = 32
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 _T = TypeVar("_T")
 Whole = Annotated[int, Meta(ge=-1, le=MOST)]

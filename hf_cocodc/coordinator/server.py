@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..net.addresses import listen_at, named
 from ..net.channel import keep_from_forks
 from ..net.keys import Keys
-from .service import Coordinator
+from .service import ALIVE_S, Coordinator
 from .state import State, StateFile, default_path
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Served:
     """A coordinator in a thread of this process. This machine reaches it at `address` (HOST:PORT).
 
     `news`: what there is to say about its state, in words. `say` takes the lines of its log; `fail` is called if it ends because
-    its state file cannot be written.
+    its state file cannot be written; `alive_s`: see `ALIVE_S`.
     """
 
     def __init__(
@@ -35,12 +35,13 @@ class Served:
         state: State | None,
         say: Callable[[str], None],
         fail: Callable[[InputError], None],
+        alive_s: float = ALIVE_S,
     ) -> None:
         self.address, self.port = address_of(listener)
         self._listener, self._state, self._fail = listener, state, fail
         self.news = [] if state is None else state.news
         self._loop = asyncio.new_event_loop()
-        self._coordinator = Coordinator(self._loop, listener, secrets, state, say, self._not_written)
+        self._coordinator = Coordinator(self._loop, listener, secrets, state, say, self._not_written, alive_s)
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinating", daemon=True)
         self._thread.start()
 

@@ -33,7 +33,8 @@ from .state import State
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_ALIVE_S = 1.0
+ALIVE_S = 1.0
+"""Seconds between two signs of life that a coordinator gives its callers."""
 _EXPIRE_S = 60.0
 _PORTION = 50
 """Lines of a connection that are heard before others have their turn."""
@@ -97,8 +98,9 @@ class Coordinator:
         state: State | None,
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
+        alive_s: float,
     ) -> None:
-        self._loop, self._say = loop, say
+        self._loop, self._say, self._alive_s = loop, say, alive_s
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
@@ -142,7 +144,7 @@ class Coordinator:
         self._pulls.look_after(now)
         self._entrance.look_after()
         if now >= self._alive_at:
-            self._alive_at = now + _ALIVE_S
+            self._alive_at = now + self._alive_s
             for connection in list(self._connections.values()):
                 if connection.purpose == "region" or self._pulls.waits(connection.who):
                     self._write(connection, self._alive)

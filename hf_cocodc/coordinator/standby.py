@@ -1,8 +1,8 @@
 """A coordinator without a machine of its own: where regions meet in a storage, one of them serves, and the others stand by.
 
-Whoever serves shows a count that moves. If it stands still for `_LOOKS` looks, another one goes on with the state, by writing its
-next object (`StateInStorage`): only one can, and only if nobody has written one meanwhile. It then serves as any coordinator does
-that was started again, but decides whoever calls it: no other one can.
+If the process that serves is gone (`Mailbox.life`), another one goes on with the state, by writing its next object
+(`StateInStorage`): only one can, and only if nobody has written one meanwhile. It then serves as any coordinator does that was
+started again, but decides whoever calls it: no other one can.
 """
 
 import contextlib
@@ -12,30 +12,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from ..errors import CocodcError, InputError
 from ..net.keys import Keys
 from ..net.leftovers import Leftovers
 from ..net.mailbox import Mailbox, has_died, mailbox
-from .in_storage import SERVING, Serving, calls_of
+from .in_storage import KNOCK, SERVING, calls_of, serving_in
 from .rules import CALL_S
 from .server import Served, listen
 from .state import StateInStorage, StateTaken, newest_state
 
 logger = logging.getLogger(__name__)
 
-LOOK_S, _LOOKS, _BEGIN_LOOKS = 1.0, 10, 3
-"""Seconds between two looks at whoever serves; how often its count may be found unmoved; and how often that of one that has died,
-or nobody: whoever has just written a state is about to show itself.
+LOOK_S, _LOOKS = 1.0, 2
+"""Seconds between two looks at whoever serves; and how often it is found gone, or nobody: whoever has just written a state is
+about to show itself.
 """
 _SLOWER = 2.0
-"""Where requests take long, for so many of them: whoever serves needs two or three to show itself."""
+"""Where requests take long, for so many of them: whoever serves needs two to show itself."""
 NEAR_S, FAR_S = 0.05, 1.0
 """Seconds between two looks for callers, in a folder and far away."""
 _BUSY_S, _BUSY_LOOK_S = 10.0, 0.2
 """For so many seconds after a call, or after this process has begun to serve, others are likely; it looks for them more often."""
-BEAT_S = 1.0
 SURE_S = 5.0
 """Seconds after which a coordinator looks whether it still is the one that goes on; also if it stood still for so long."""
 _CALLER_S, _CLEAR_S = 30.0, 1800.0
@@ -66,24 +63,25 @@ class Standby:
         self._thread.join()
 
     def _work(self) -> None:
-        storage, told, wait_s = self._box.storage, "", LOOK_S
-        seen, looks, number = b"", 0, None
+        box, told, wait_s = self._box, "", LOOK_S
+        seen, looks, number = "", 0, None
         while True:
             began = time.monotonic()
             try:
-                now = storage.get(SERVING) or b""
+                now = serving_in(box.storage)
                 wait_s = max(LOOK_S, _SLOWER * (time.monotonic() - began))
-                has_ended = not now or has_died(_process_of(now))
-                looks = looks + 1 if now == seen else 0
-                # its count has moved: what is read may be old, but not twice
-                if not looks and _process_of(now) == _process_of(seen) != self._box.called:
-                    self._hears()
-                seen, number = now, number if looks else None
-                if number is None and (has_ended or looks > 1):
-                    number = newest_state(storage)
-                if looks >= (_BEGIN_LOOKS if has_ended else _LOOKS) or not now and number == 0:
-                    before, looks, number = number or 0, 0, None
-                    self._serve(before, {_process_of(now): CALL_S if has_ended else _LOOKS * LOOK_S})
+                if not self._is_gone(now):
+                    looks, number = 0, None
+                    if now == seen != box.called:  # what is read may be old, but hardly twice
+                        self._hears()
+                elif now != seen or number is None:
+                    looks, number = 0, newest_state(box.storage)
+                else:
+                    looks += 1
+                seen = now
+                if number is not None and (looks >= _LOOKS or not now and number == 0):
+                    before, looks, number = number, 0, None
+                    self._serve(before, {now: CALL_S if has_died(now) else box.gone_s})
             except StateTaken:
                 pass
             except CocodcError as error:
@@ -92,6 +90,16 @@ class Standby:
                     logger.warning("this region cannot serve as coordinator: %s", told)
             if self._closes.wait(wait_s):
                 return
+
+    def _is_gone(self, process: str) -> bool:
+        """Whether nobody serves, if this process says that it does."""
+        if process in ("", self._box.process) or has_died(process):
+            return True
+        try:
+            self._box.life(process)
+        except ConnectionResetError:
+            return True
+        return False
 
     def _serve(self, number: int, silent: Mapping[str, float]) -> None:
         """Serve until the end, or until another one does. Raises StateTaken, or CocodcError. See `StateInStorage`."""
@@ -105,20 +113,15 @@ class Standby:
             state,
             lambda line: logger.debug("coordinator: %s", line),
             failures.append,
+            box.period_s,
         )
-        self.serves, over = True, threading.Event()
+        self.serves, box.serves_at = True, served.port
         logger.info("this region serves as coordinator in %s", box.storage.url)
-        showing = threading.Thread(target=_show, args=(box, over), daemon=True)
-        showing.start()
-        box.serves_at = served.port
-        self._hears()
         try:
             self._attend(box, served, state, failures)
         finally:
             self.serves, box.serves_at = False, None
-            over.set()
             served.close()
-            showing.join()
         if not failures:
             with contextlib.suppress(CocodcError):
                 box.storage.remove(SERVING)
@@ -127,8 +130,11 @@ class Standby:
         self, box: Mailbox, served: Served, state: StateInStorage, failures: list[InputError]
     ) -> None:
         """Let callers in. Raises StateTaken if another one serves, because this one stood still."""
-        ends_at, sure_at = 0.0, time.monotonic()
-        cleared_at = called_at = sure_at
+        storage, calls = box.storage, calls_of(box.process)
+        storage.put(SERVING, box.process.encode())
+        self._hears()
+        ends_at, knocked = 0.0, b""
+        sure_at = cleared_at = called_at = time.monotonic()
         leftovers = Leftovers(box)
         while not failures:
             now = time.monotonic()
@@ -139,33 +145,21 @@ class Standby:
             if now - sure_at >= SURE_S:
                 if state.is_taken:
                     raise StateTaken
+                if serving_in(storage) != box.process:  # one that stood still has shown itself since
+                    storage.put(SERVING, box.process.encode())
                 sure_at = now
             if now - cleared_at >= _CLEAR_S:
                 cleared_at = now
                 threading.Thread(target=_clear, args=(leftovers,), daemon=True).start()
-            for name in box.storage.names(calls_of(box.process)):
+            knocks = storage.get(f"{calls}/{KNOCK}") or b""
+            names = set(storage.names(calls)) - {KNOCK} if knocks != knocked else ()
+            for name in names:
                 threading.Thread(target=_let_in, args=(box, name, served.port), daemon=True).start()
-                box.storage.remove(f"{calls_of(box.process)}/{name}")
+                storage.remove(f"{calls}/{name}")
                 called_at = time.monotonic()
+            knocked = knocks
             is_busy = time.monotonic() < called_at + _BUSY_S
-            time.sleep(NEAR_S if box.storage.is_near else _BUSY_LOOK_S if is_busy else FAR_S)
-
-
-def _show(box: Mailbox, over: threading.Event) -> None:
-    """Show that this process serves; in a thread of its own, for others count looks while requests take long."""
-    count = 0
-    while not over.is_set():
-        count += 1
-        with contextlib.suppress(CocodcError):  # whoever lets callers in says so
-            box.storage.put(SERVING, msgspec.json.encode(Serving(box.process, count)))
-        over.wait(BEAT_S)
-
-
-def _process_of(serving: bytes) -> str:
-    try:
-        return msgspec.json.decode(serving, type=Serving).process
-    except msgspec.MsgspecError:  # whoever calls it says so
-        return ""
+            time.sleep(NEAR_S if storage.is_near else _BUSY_LOOK_S if is_busy else FAR_S)
 
 
 def _let_in(box: Mailbox, name: str, port: int) -> None:

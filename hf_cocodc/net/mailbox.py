@@ -7,7 +7,8 @@ stays sealed, and whoever reads the storage sees how much was said, and when.
 Two ends meet under a name that both know. Each writes a card with a number of its own (`Card`), reads that of the other end, and
 begins. With its first words it writes on its card which number it has read. Nobody takes a card on which another number than its
 own stands as read: it is of an earlier socket. Clocks are not compared. A process shows that it lives by a count that moves
-(`Life`); one whose count stands still for `_LOOKS` looks is gone, and its sockets break as those of a machine without power do.
+(`Life`); one whose count stands still for a few looks is gone, and its sockets break as those of a machine without power do. If
+another process of its machine finds that it has died, it says so there, and the sockets end as if its system had closed them.
 Beside the count stands how many objects each of its sockets has written: what is not there to be read for so many counts is lost,
 and the socket breaks.
 """
@@ -22,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -32,10 +33,9 @@ from typing import TypeVar
 import msgspec
 
 from ..errors import LinkError, short
-from ..threads import side_by_side
 from .addresses import listen_at
 from .channel import keep_from_forks
-from .storage import Storage, StorageError, price
+from .storage import Storage, StorageError, price, together
 
 T = TypeVar("T")
 
@@ -54,12 +54,18 @@ _YOUNG_S = 10.0
 """In its first seconds a socket far away is looked at as often as one in a folder: regions that meet say many short words."""
 _FIRST_WORDS_S = 0.05
 """So long the card waits for the first words, with which it is written."""
-LIFE_S, _LOOKS, _ABSENT = (1.0, 2.0), 8, 3
-"""Seconds between two counts of a process that lives, near and far; how often one may be found unmoved; and for how many of these
-looks one counts that finds it removed.
+PERIOD_S, _MISSES = (1.0, 5.0), (8, 4)
+"""Near and far: seconds between two signs of life, and with how many of them an object may be found missing. Far away, how often
+one may write is limited, or has a price.
 """
-_BROKEN = -1
-"""In the place of how much a socket has written: it says no more."""
+LIFE_LOOK_S, _LOOKS = (1.0, 2.5), 8
+"""Seconds between two looks at the lives of others; and how often a process may be found without a new sign of life."""
+_ASKED_S = 30.0
+"""For so long a process is looked at after somebody has asked for it."""
+_HEARD = 8
+"""So many objects that were heard are deleted together."""
+_BROKEN, _DIED = -1, -1
+"""In the place of how much a socket has written: it says no more. In the place of a count: the process has died."""
 _MEET_S, _SHOW_S = 10.0, 2.0
 """A card that is shown for a shorter time may be missed. It is written again after so many seconds: an earlier socket of its name
 that breaks may have written to it, or removed it.
@@ -95,6 +101,14 @@ class Life(msgspec.Struct, frozen=True):
     said: dict[str, int]
 
 
+class Stopped(ConnectionResetError):
+    """A process shows nothing new any more."""
+
+
+class Died(ConnectionResetError):
+    """A process has died: another one of its machine has said so."""
+
+
 class Mailbox:
     """This process's sockets through one storage. Raises InputError if no storage has such a URL.
 
@@ -103,6 +117,7 @@ class Mailbox:
     Attributes:
         serves_at: the port of the coordinator that this process serves there.
         called: the process that serves, as far as this one has called it.
+        period_s: seconds between two signs of life, of processes and of what they do.
     """
 
     serves_at: int | None = None
@@ -110,8 +125,11 @@ class Mailbox:
 
     def __init__(self, url: str) -> None:
         self.storage = Storage(url)
+        paces = PERIOD_S, LIFE_LOOK_S, _MISSES
+        self.period_s, self._look_s, self.misses = (each[not self.storage.is_near] for each in paces)
         self.process = f"{os.getpid()}-{_space()}-{token_hex(8)}"
         self._lives: dict[str, tuple[Life | None, int]] = {}
+        self._asked: dict[str, float] = {}
         self._ways: set[_Way] = set()
         self._numbers: dict[str, str] = {}
         self._lock, self._has_begun = threading.Lock(), False
@@ -195,11 +213,14 @@ class Mailbox:
                 show_at = time.monotonic() + _SHOW_S
             other = None
             try:
-                other = _together(requests)[0]
+                other = together(requests)[0]
             except StorageError as error:  # it may be back before the time is over
                 if not error.may_pass or time.monotonic() > until:
                     raise
-            if other is not None and other.seen in ("", number):
+            if other is not None and other.seen not in ("", number):
+                with contextlib.suppress(Stopped):
+                    self.life(other.process)
+            elif other is not None:
                 with self._lock:
                     self._numbers.pop(mine, None)
                 return msgspec.structs.replace(card, seen=other.number), other
@@ -225,12 +246,22 @@ class Mailbox:
             ) from error
 
     def life(self, process: str) -> Life | None:
-        """What a process shows, if that has been read yet; it is from now on. Raises ConnectionResetError if it has stopped."""
+        """What a process shows, if that has been read yet; it is from now on.
+
+        Raises Stopped if it shows nothing new any more, Died if it has died.
+        """
         with self._lock:
             life, looks = self._lives.setdefault(process, (None, 0))
+            self._asked[process] = time.monotonic()
+        if life is not None and life.count == _DIED:
+            raise Died("the process at the other end has died")
         if looks >= _LOOKS:
-            raise ConnectionResetError("the process at the other end has stopped")
+            raise Stopped("the process at the other end has stopped")
         return life
+
+    def empty(self, folder: str) -> None:
+        """Remove all objects of a folder. Raises StorageError."""
+        self.storage.remove(*(f"{folder}/{name}" for name in self.storage.names(folder)))
 
     def flush(self, timeout_s: float = _FLUSH_S) -> None:
         """Wait until what was said on sockets is written."""
@@ -242,6 +273,11 @@ class Mailbox:
     def says(self) -> bool:
         """Whether something was said on a socket that is not written yet."""
         return any(way.says for way in self._open_ways)
+
+    @property
+    def gone_s(self) -> float:
+        """Seconds for which a process has stood still that has stopped, as far as is known."""
+        return _LOOKS * self._look_s
 
     def _show_life(self) -> None:
         self._count += 1
@@ -260,22 +296,26 @@ class Mailbox:
         with contextlib.suppress(StorageError):
             for process in self.storage.names("lives"):
                 if has_died(process):
-                    self.storage.remove(f"lives/{process}")
+                    self.storage.put(f"lives/{process}", msgspec.json.encode(Life(_DIED, {})))
+        show_at = 0.0
         while True:
-            time.sleep(LIFE_S[not self.storage.is_near])
+            time.sleep(self._look_s)
             with contextlib.suppress(StorageError):  # whoever waits for an answer says so
-                if self._ways:
+                if time.monotonic() >= show_at and (self._ways or self.serves_at is not None):
+                    show_at = time.monotonic() + self.period_s - self._look_s / 2
                     self._show_life()
-                used = {way.other.process for way in self._open_ways}
+                since = time.monotonic() - _ASKED_S
                 with self._lock:
-                    self._lives = {each: look for each, look in self._lives.items() if each in used}
+                    self._asked = {each: at for each, at in self._asked.items() if at > since}
+                    self._lives = {each: self._lives[each] for each in self._asked}
                     known = dict(self._lives)
                 for process, (life, looks) in known.items():
                     now = self._life_of(process)
-                    has_moved = now is not None and (life is None or now.count > life.count)
-                    more = _ABSENT if now is None and life is not None else 1
+                    has_moved = now is not None and (
+                        life is None or now.count > life.count or now.count == _DIED
+                    )
                     with self._lock:  # a look that failed counts for nothing
-                        self._lives[process] = (now, 0) if has_moved else (life, looks + more)
+                        self._lives[process] = (now, 0) if has_moved else (life, looks + 1)
             self._tell()
 
     def _tell(self) -> None:
@@ -315,13 +355,13 @@ class _Way:
         self._box, self._storage, self._socket = box, box.storage, near
         self.name, self.is_first, self.number, self.other = name, is_first, card.number, other
         first, second = (card, other) if is_first else (other, card)
-        folder = f"said/{name}/{first.number}-{second.number}"
-        self._out, self._in = (f"{folder}/{int(each)}" for each in (is_first, not is_first))
+        both = f"{first.number}-{second.number}"
+        self._out, self._in = (f"said/{each.process}/{both}-{int(each is first)}" for each in (card, other))
         self._card, self._shown_card = f"cards/{name}/{int(is_first)}", msgspec.json.encode(card)
         self._began = time.monotonic()
         self._written = self.shown = 0
         self._missed, self._missed_at = 0, -1
-        self._is_broken = self._has_said_all = self._holds = False
+        self._is_broken = self._has_died = self._has_said_all = self._holds = False
         self._open = 2
         self._lock = threading.Lock()
         near.setblocking(True)
@@ -358,13 +398,17 @@ class _Way:
             self.end(error)
         with self._lock:
             self._open -= 1
-            if not self._open:
-                self._socket.close()
+            is_last = not self._open
+        if is_last:
+            with contextlib.suppress(OSError):
+                while self._has_died and self._socket.recv(1 << 16):
+                    pass  # what is unread would reset it
+            self._socket.close()
 
     def _say(self) -> None:
         began, puts = 0.0, [partial(self._storage.put, self._card, self._shown_card)]
         if not _is_ready(self._socket, select.POLLIN, _FIRST_WORDS_S):
-            _together(puts)
+            together(puts)
             puts = []
         while not self._is_broken:
             _is_ready(self._socket, select.POLLIN)
@@ -379,7 +423,7 @@ class _Way:
                 contents = [(_SAID if piece is pieces[-1] else _MORE) + piece for piece in pieces] or [_END]
                 for at, each in enumerate(contents, self._written):
                     puts.append(partial(self._storage.put, f"{self._out}/{at}", each))
-                _together(puts)
+                together(puts)
                 self._written, puts = self._written + len(contents), []
                 if not pieces:
                     self._has_said_all = True
@@ -406,19 +450,19 @@ class _Way:
         while not self._is_broken:
             names = [f"{self._in}/{number + place}" for place in range(at_once)]
             requests: list[Callable[[], bytes | None]] = [partial(self._storage.get, name) for name in names]
-            requests += [
-                partial(self._storage.remove, name) for name in heard
-            ]  # side by side with the next look
-            found = _together(requests)[: len(names)]
+            if len(heard) >= _HEARD:
+                requests.append(partial(self._storage.remove, *heard))
+                heard = []
+            found = together(requests)[: len(names)]
             said = [content for content in takewhile(bool, found) if content]
-            heard = names[: len(said)]
+            heard += names[: len(said)]
             for content in said:
                 self._pass_on(memoryview(content)[1:])
             if said:
                 kind, number = said[-1][:1], number + len(said)
                 wait_s, self._missed, at_once = 0.0, 0, PIECES if kind == _MORE else 1
                 if kind == _END:
-                    _together([partial(self._storage.remove, name) for name in heard])
+                    self._storage.remove(*heard)
                     self._socket.shutdown(socket.SHUT_WR)
                     return
             if len(said) < len(names):
@@ -437,7 +481,7 @@ class _Way:
             raise ConnectionResetError("the other end has broken")
         if said is None or said > number:
             self._missed, self._missed_at = self._missed + 1, life.count
-        if self._missed > _LOOKS:
+        if self._missed > self._box.misses:
             raise ConnectionResetError(f"object {number} of the other end is not there")
 
     def clear(self) -> None:
@@ -447,25 +491,27 @@ class _Way:
             self._storage.remove(self._card)
         # what the other end may not have heard yet is left to it, unless nobody hears it any more
         for folder in (self._in, self._out) if self._is_broken else (self._in,):
-            for name in self._storage.names(folder):
-                self._storage.remove(f"{folder}/{name}")
+            self._box.empty(folder)
 
     def end(self, error: BaseException) -> None:
         """Break. The other end finds that on the life of this process."""
         if self._is_broken:
             return
-        self._is_broken = True
+        self._is_broken, self._has_died = True, isinstance(error, Died)
         logger.debug("a socket through %s breaks: %s", self._storage.url, short(error, 300))
-        with contextlib.suppress(OSError):  # once closed, it is reset: nobody has closed it in good order
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._socket.shutdown(socket.SHUT_RD)
+        with contextlib.suppress(OSError):
+            if self._has_died:
+                self._socket.shutdown(socket.SHUT_WR)
+            else:  # once closed, it is reset: nobody has closed it in good order
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self._socket.shutdown(socket.SHUT_RD)
 
     def _pass_on(self, said: memoryview) -> None:
         """Let the user of the socket have it, as soon as it takes it."""
         while said:
             if self._is_broken:
                 raise ConnectionResetError("it has broken meanwhile")
-            if _is_ready(self._socket, select.POLLOUT, LIFE_S[0]):
+            if _is_ready(self._socket, select.POLLOUT, PERIOD_S[0]):
                 said = said[self._socket.send(said) :]
 
 
@@ -485,11 +531,6 @@ def _joined_sockets() -> tuple[socket.socket, socket.socket]:
             if where == one.getsockname():
                 return other, one
             other.close()  # somebody else was faster
-
-
-def _together(requests: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of requests, in order; several are made side by side."""
-    return [requests[0]()] if len(requests) == 1 else side_by_side(requests, len(requests))
 
 
 @cache

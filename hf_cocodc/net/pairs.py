@@ -18,7 +18,7 @@ from .addresses import is_from, is_url, named
 from .awake import awake_s
 from .connection import ANSWER_S, Connection, ConnectionLost
 from .keys import Ciphers, Keys, ciphers
-from .mailbox import mailbox
+from .mailbox import Died, mailbox
 from .pipe import CiphersFor, Seen
 from .port import Port
 from .reaching import REACH_S, NotReached, Search
@@ -327,14 +327,17 @@ class Pair:
         try:
             if self._called is not None:
                 number = next(key for key, each in self._numbered().items() if each is connection)
-                opened = self._search.call(self._called, self._resumes, number, _RECALL_S)
+                # a mailbox tells two sockets of a name apart, and finds there whose earlier one it was
+                token = self._token if self.way == "storage" else self._resumes
+                opened = self._search.call(self._called, token, number, _RECALL_S)
                 connection.attach(opened, REACH_S if self.way == "storage" else ANSWER_S)
                 return
             # not its own addresses: behind a router, they may be those of other machines here
             for address in self._callers:
                 socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
         except (ConnectionRefusedError, ConnectionResetError) as error:
-            if self.way != "storage":  # a storage does not speak for the region
+            # what else a storage does says nothing of the region
+            if self.way != "storage" or isinstance(error, Died):
                 raise Denied(short(error.strerror or error, 200)) from error
 
     def _come_back(self, connected: socket.socket, number: int) -> None:

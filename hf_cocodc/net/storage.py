@@ -14,13 +14,14 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from ..errors import CocodcError, InputError, LinkError, short
+from ..threads import side_by_side
 
 T = TypeVar("T")
 
@@ -29,6 +30,10 @@ _DIGEST_BYTES = 16
 _TRIES = 8
 """With the waits between them they outlast a storage that is away for ten seconds, or for eight at least."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 4.0
+_AT_ONCE = 8
+"""Requests of one thread that are under way at once."""
+_HUB_DELETES = 1000
+"""Objects that the Hub deletes at one request."""
 _REQUEST_S = 30.0
 """Seconds for one request, where the storage's library takes a time-out."""
 _SETTLE_S = 3.0
@@ -46,7 +51,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ssh": {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10},
 }
 _CONDITIONAL = ("s3", "s3a", "gs", "gcs")
-"""Storages that create an object only if there is none of its name."""
+"""Storages that create an object only if there is none of its name; else they say one of the following."""
+_TAKEN = ("FileExistsError", "PreconditionFailed", "ConditionalRequestConflict")
 _PRICES = {"s3": ("S3 Standard", 5.0, 0.4), "gs": ("Google Cloud Storage Standard", 5.0, 0.4)}
 """List prices of November 2026 in dollars, in one region of the US, of a million requests: that write or list, and that read. It
 costs nothing to delete. No other storage is known to charge for requests.
@@ -66,28 +72,25 @@ class StorageError(LinkError, OSError):
 class _Backend(Protocol):
     """What a storage does at one request. Raises FileNotFoundError if there is no such object, or any other error."""
 
-    @property
-    def has_one_winner(self) -> bool:
-        """Whether the storage itself lets only one of several writers create an object."""
-        ...
-
     def write(self, name: str, content: bytes) -> None: ...
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write it only if there is none. Returns whether this call has; may be wrong after a lost answer."""
+        """Write it only if there is none. Returns whether this content is there for good: the answer to an earlier try may have
+        been lost.
+        """
         ...
 
     def read(self, name: str) -> bytes: ...
 
-    def delete(self, name: str) -> None: ...
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete those that are there."""
+        ...
 
     def names(self, folder: str) -> list[str]: ...
 
 
 class _Folder:
     """A directory of this machine: a network file system, or a bucket that is mounted."""
-
-    has_one_winner = True
 
     def __init__(self, path: str) -> None:
         self.root = Path(path)
@@ -105,7 +108,7 @@ class _Folder:
         try:
             os.link(new, self.root / name)
         except FileExistsError:
-            return False
+            return _is_there(self, name, content)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 raise PermissionError(error.errno, "this folder knows no hard links") from error
@@ -117,8 +120,9 @@ class _Folder:
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
 
-    def delete(self, name: str) -> None:
-        (self.root / name).unlink()
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.root / name).unlink(missing_ok=True)
 
     def names(self, folder: str) -> list[str]:
         return [name for name in os.listdir(self.root / folder) if not name.endswith(".new")]
@@ -162,40 +166,34 @@ class _Bucket:
 
     def create(self, name: str, content: bytes) -> bool:
         path = self._path(name)
-        if self._scheme in _CONDITIONAL:
-            return self._create_conditionally(path, content)
         if self._is_files:
             with self._turn:
-                return self._create_file(path, self._written(name, content))
-        return _create_and_look(self, name, content)
-
-    def _create_conditionally(self, path: str, content: bytes) -> bool:
-        try:
-            self._system.pipe_file(path, content, mode="create")
-        except FileExistsError:
-            return False
-        except Exception as error:
-            if "PreconditionFailed" not in str(error) and "ConditionalRequestConflict" not in str(error):
-                raise
-            return False
-        return True
-
-    def _create_file(self, path: str, new: str) -> bool:
-        try:
-            self._system.ftp.rename(new, path)  # it does not overwrite
-        except OSError:
-            self._system.ftp.remove(new)
-            self._system.ftp.stat(path)
-            return False
-        return True
+                new = self._written(name, content)
+                try:
+                    self._system.ftp.rename(new, path)  # it does not overwrite
+                    return True
+                except OSError:
+                    self._system.ftp.remove(new)
+                    self._system.ftp.stat(path)
+        elif self._scheme in _CONDITIONAL:
+            try:
+                self._system.pipe_file(path, content, mode="create")
+                return True
+            except Exception as error:
+                if not any(sign in repr(error) for sign in _TAKEN):
+                    raise
+        else:
+            return _create_and_look(self, name, content)
+        return _is_there(self, name, content)
 
     def read(self, name: str) -> bytes:
         with self._turn:
             return bytes(self._system.cat_file(self._path(name)))
 
-    def delete(self, name: str) -> None:
-        with self._turn:
-            self._system.rm_file(self._path(name))
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with self._turn, contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(self._path(name))
 
     def names(self, folder: str) -> list[str]:
         with self._turn:
@@ -203,10 +201,6 @@ class _Bucket:
             listed = self._system.ls(self._path(folder), detail=False)
         names = (str(path).rstrip("/").rpartition("/")[2] for path in listed)
         return [name for name in names if not name.endswith(".new")]
-
-    @property
-    def has_one_winner(self) -> bool:
-        return self._is_files or self._scheme in _CONDITIONAL
 
     @property
     def _is_files(self) -> bool:
@@ -231,8 +225,6 @@ class _HubBucket:
 
     Raises InputError if the URL names none, or if the client knows no buckets.
     """
-
-    has_one_winner = False
 
     def __init__(self, url: str) -> None:
         import huggingface_hub as hub
@@ -262,15 +254,14 @@ class _HubBucket:
         self._hub.hf_raise_for_status(answer)
         return bytes(answer.content)
 
-    def delete(self, name: str) -> None:
-        path = self._path(name)
+    def delete(self, names: Sequence[str]) -> None:
+        paths = [self._path(name) for name in names]
         self._bound_requests()
         try:
-            self._api.batch_bucket_files(self._bucket, delete=[path])
-        except self._hub.errors.HfHubHTTPError:
-            if any(self._api.get_bucket_paths_info(self._bucket, [path])):
+            self._api.batch_bucket_files(self._bucket, delete=paths)
+        except self._hub.errors.HfHubHTTPError:  # the Hub deletes the others, and minds one that is not there
+            if any(self._api.get_bucket_paths_info(self._bucket, paths)):
                 raise
-            raise FileNotFoundError(name) from None
 
     def names(self, folder: str) -> list[str]:
         begin = f"{self._path(folder)}/"
@@ -284,6 +275,13 @@ class _HubBucket:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
+
+
+def _is_there(backend: _Backend, name: str, content: bytes) -> bool:
+    """Whether an object has this content: an earlier try has written it, and its answer was lost."""
+    with contextlib.suppress(FileNotFoundError):
+        return backend.read(name) == content
+    return False
 
 
 def _create_and_look(backend: _Backend, name: str, content: bytes) -> bool:
@@ -350,19 +348,7 @@ class Storage:
         differ from that of any other caller.
         """
         whole = _enveloped(content)
-
-        def create() -> bool:
-            if self._backend.create(name, whole):
-                return True
-            if (
-                not self._backend.has_one_winner
-            ):  # what this call wrote may have come after another one has won
-                return False
-            with contextlib.suppress(FileNotFoundError):  # the answer to an earlier try may have been lost
-                return self._backend.read(name) == whole
-            return False
-
-        return self._ask("write", name, create, len(content))
+        return self._ask("write", name, lambda: self._backend.create(name, whole), len(content))
 
     def get(self, name: str) -> bytes | None:
         """The content of an object; None if there is none, or it is not whole yet. Raises StorageError."""
@@ -377,14 +363,14 @@ class Storage:
         self._count("read", 0, len(content or b""))
         return content
 
-    def remove(self, name: str) -> None:
-        """Delete an object, if there is one. Raises StorageError."""
-
-        def delete() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._backend.delete(name)
-
-        self._ask("delete", name, delete)
+    def remove(self, *names: str) -> None:
+        """Delete objects, if they are there, several side by side. Raises StorageError."""
+        most = _HUB_DELETES if self.url.startswith("hf:") else 1
+        portions = [names[at : at + most] for at in range(0, len(names), most)]
+        deletions = [
+            partial(self._ask, "delete", each[0], partial(self._backend.delete, each)) for each in portions
+        ]
+        together(deletions)
 
     def names(self, folder: str) -> list[str]:
         """The last parts of the names in a folder, sorted; a storage may be late to show new ones. Raises StorageError."""
@@ -429,6 +415,11 @@ class Storage:
         with self._counting:
             self.requests[kind] += requests
             self.num_bytes[kind] += num_bytes
+
+
+def together(requests: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of requests, in order; several are made side by side."""
+    return [requests[0]()] if len(requests) == 1 else side_by_side(requests, _AT_ONCE)
 
 
 def price(url: str, requests: Mapping[str, float]) -> tuple[float, str] | None:

@@ -42,8 +42,9 @@ from ..link.base import Link
 from ..link.log import Marker
 from ..link.speaking import AnyClient
 from ..link.tcp import TcpLink
-from ..net.addresses import Unreachable, own_address
+from ..net.addresses import Unreachable, is_url, own_address
 from ..net.keys import Keys
+from ..net.mailbox import mailbox
 from ..net.members import Member, Whereabouts
 from ..net.pairs import STREAMS
 from ..net.wire import Wire
@@ -69,7 +70,8 @@ _LEAVE_WAIT_S = 30.0
 """How long a region that is to leave waits for a coordinator that is away."""
 AUTO_GRACE_S = 5.0
 """With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
-_LONGEST_PERIOD_S = 1.0
+_PERIOD_S = 1.0
+"""Seconds between two heartbeats, where they cost next to nothing."""
 _NO_NEARER_S = 30.0
 """A newcomer that comes no nearer for so long is let in as it is: the link carries its log no faster than the others make it."""
 
@@ -202,8 +204,9 @@ class RegionContext:
         """
         regions = self.regions
         assert regions.coordinator is not None
-        period_s = min(regions.timeout_s / 4, _LONGEST_PERIOD_S)
-        client = Client(regions.coordinator, self.name, self.keys, period_s)
+        address = regions.coordinator
+        period_s = mailbox(address).period_s if is_url(address) else _PERIOD_S
+        client = Client(address, self.name, self.keys, min(regions.timeout_s / 4, period_s))
         wait_s = regions.start_timeout_s
         words = WaitingWords(self.region, self.name, regions.coordinator, wait_s)
 

@@ -12,9 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from hf_cocodc.coordinator.in_storage import SERVING, Serving
+from hf_cocodc.coordinator.in_storage import serving_in
 from hf_cocodc.net.storage import Storage
 from tests.processes.forks import Process
 from tests.processes.launching import environment
@@ -102,12 +100,8 @@ class InStorage:
     @property
     def serves(self) -> int | None:
         """The process that serves, or has served last."""
-        content = self._storage.get(SERVING)
-        return (
-            None
-            if content is None
-            else int(msgspec.json.decode(content, type=Serving).process.partition("-")[0])
-        )
+        process = serving_in(self._storage)
+        return int(process.partition("-")[0]) if process else None
 
     def end(self) -> int:
         return 0

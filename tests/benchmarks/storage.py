@@ -14,17 +14,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
-from hf_cocodc.coordinator.in_storage import SERVING, Serving
+from hf_cocodc.coordinator.in_storage import serving_in
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.net import storage
 from hf_cocodc.net.mailbox import mailbox
@@ -70,9 +70,9 @@ class _Distant(storage._Folder):
         time.sleep(self.request_s)
         return super().read(name)
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         time.sleep(self.request_s)
-        super().delete(name)
+        super().delete(names)
 
     def names(self, folder: str) -> list[str]:
         time.sleep(self.request_s)
@@ -146,12 +146,8 @@ def back_s(way: str, request_s: float, serves: bool) -> float:
         try:
             run.wait_for_step(2, 20)
             pids = {str(process.pid): region for region, process in run.processes.items()}
-            shown = storage._content_of(Path(folder, "storage", SERVING).read_bytes()) if place else None
-            serving = (
-                0
-                if shown is None
-                else pids[msgspec.json.decode(shown, type=Serving).process.partition("-")[0]]
-            )
+            shown = serving_in(storage.Storage(f"file://{folder}/storage")) if place else ""
+            serving = pids[shown.partition("-")[0]] if shown else 0
             region = serving if serves else (serving + 1) % 3
             run.kill(region)
             began = time.monotonic()

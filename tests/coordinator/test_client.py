@@ -298,9 +298,10 @@ def test_a_client_may_close_while_the_coordinator_is_away() -> None:
 
 
 def test_a_coordinator_that_is_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_cocodc.coordinator.client.SILENT_S", 0.5)
-    monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
+    monkeypatch.setattr(client_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(client_module, "_SILENT_PERIODS", 1)
     served = serve_in_thread()
+    served._coordinator._alive_s = 60.0
     a, b = meet(served.address, hello(0), hello(1))
     assert a.wait_for(Resumed).generation.number == 1
     part(a, b)
@@ -319,7 +320,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
 def test_a_region_that_stood_still_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What came meanwhile is heard: whoever called again would not hear that the run has begun."""
     stood = standing(monkeypatch)
-    monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
+    monkeypatch.setattr("hf_cocodc.coordinator.service.ALIVE_S", 60.0)
     served, heard = serve_in_thread(), []
     client = Client(served.address, "run")
 

@@ -120,7 +120,6 @@ class Faulty:
         self._old: dict[str, bytes] = {}
         self.faults = 0
         objects._backend = self
-        self.has_one_winner = self._backend.has_one_winner
 
     def write(self, name: str, content: bytes) -> None:
         self._fail("before")
@@ -142,9 +141,9 @@ class Faulty:
             raise FileNotFoundError(name)
         return content
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         self._fail("before")
-        self._backend.delete(name)
+        self._backend.delete(names)
         self._fail("after")
 
     def names(self, folder: str) -> list[str]:

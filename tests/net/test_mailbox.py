@@ -105,25 +105,25 @@ def test_a_large_payload_is_read_and_deleted_side_by_side(
     one, other = boxes(folder_url(tmp_path))
     under_way, most, lock = Counter[str](), Counter[str](), threading.Lock()
 
-    def slow(what: str, request: Callable[[str], Any]) -> Callable[[str], Any]:
-        def make(name: str) -> Any:
+    def slow(what: str, request: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def make(named: Any) -> Any:
             with lock:
                 under_way[what] += 1
                 most[what] = max(most[what], under_way[what])
             time.sleep(0.01)
             with lock:
                 under_way[what] -= 1
-            return request(name)
+            return request(named)
 
         return make
 
     sock, end = joined(one, other)
-    for what in ("get", "remove"):
-        monkeypatch.setattr(other.storage, what, slow(what, getattr(other.storage, what)))
+    for what in ("read", "delete"):
+        monkeypatch.setattr(other.storage._backend, what, slow(what, getattr(other.storage._backend, what)))
     content = random.Random(0).randbytes(40 * mailbox.PIECE)
     _, heard = at_once(partial(sock.sendall, content), partial(heard_of, end, len(content)))
     assert heard == content
-    assert most["remove"] > 1 and most["get"] > 1
+    assert most["delete"] > 1 and most["read"] > 1
 
 
 def heard_of(sock: socket.socket, size: int) -> bytes:
@@ -190,7 +190,8 @@ def test_a_socket_to_a_card_of_an_earlier_life_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are of two lives, so regions do not meet one. The simulation goes on with the next socket."""
-    monkeypatch.setattr(mailbox, "LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "PERIOD_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "LIFE_LOOK_S", (0.05, 0.05))
     monkeypatch.setattr(mailbox, "_MEET_S", 0.2)
     url = folder_url(tmp_path)
     with pytest.raises(TimeoutError):
@@ -205,7 +206,8 @@ def test_a_socket_breaks_when_the_other_process_has_stopped(
     joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is reset: nobody has closed it in good order."""
-    monkeypatch.setattr(mailbox, "LIFE_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "PERIOD_S", (0.05, 0.05))
+    monkeypatch.setattr(mailbox, "LIFE_LOOK_S", (0.05, 0.05))
     monkeypatch.setattr(Mailbox, "_tell", lambda self: None)
     one, other = boxes(folder_url(tmp_path))
     sock, end = joined(one, other)
@@ -217,7 +219,7 @@ def test_a_socket_breaks_when_the_other_process_has_stopped(
         sock.recv(1)
 
 
-def test_a_process_that_begins_removes_the_signs_of_life_of_those_that_have_died_here(tmp_path: Path) -> None:
+def test_a_process_that_begins_says_who_has_died_here(tmp_path: Path) -> None:
     """Others need not wait then until they have looked often enough."""
     objects = Storage(folder_url(tmp_path))
     died = subprocess.Popen(["true"])
@@ -229,8 +231,39 @@ def test_a_process_that_begins_removes_the_signs_of_life_of_those_that_have_died
     assert [mailbox.has_died(name) for name in names] == [True, False, False, False]
     box = Mailbox(folder_url(tmp_path))
     box.begin()
-    wait_until(lambda: names[0] not in objects.names("lives"))
-    assert sorted(objects.names("lives")) == sorted([*names[1:], box.process])
+    wait_until(lambda: objects.get(f"lives/{names[0]}") == b'{"count":-1,"said":{}}')
+    assert all(objects.get(f"lives/{name}") == b'{"count":1,"said":{}}' for name in names[1:])
+    wait_until(lambda: has_ended(box, names[0]))
+    assert not has_ended(box, names[2]), "its machine knows"
+
+
+def has_ended(box: Mailbox, process: str) -> bool:
+    try:
+        box.life(process)
+    except mailbox.Died:
+        return True
+    return False
+
+
+def test_a_socket_to_a_process_that_has_died_ends_as_its_system_would_end_it(
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In good order, although this end has said something that nobody hears any more. Nor does anybody come under its name."""
+    for pace in ("PERIOD_S", "LIFE_LOOK_S"):
+        monkeypatch.setattr(mailbox, pace, (0.05, 0.05))
+    one, other = boxes(folder_url(tmp_path))
+    sock, end = joined(one, other)
+    end.sendall(b"last words")
+    assert sock.recv(100) == b"last words"
+    monkeypatch.setattr(other, "_show_life", lambda: None)
+    monkeypatch.setattr(other.storage, "get", lambda name: None)
+    one.storage.put(f"lives/{other.process}", b'{"count":-1,"said":{}}')
+    sock.settimeout(PATIENCE_S)
+    sock.sendall(b"nobody hears this")
+    assert sock.recv(1) == b""
+    sock.close()
+    with pytest.raises(mailbox.Died):
+        one.meet("name", True, PATIENCE_S)
 
 
 def test_a_socket_breaks_when_the_other_end_begins_again(

@@ -70,7 +70,7 @@ def test_one_of_several_writers_creates_an_object(url: str) -> None:
     for thread in threads:
         thread.join()
     objects = Storage(url)
-    if objects._backend.has_one_winner or won:
+    if won or not url.startswith(("hf:", "memory:")):
         assert len(won) == 1 and objects.get("state/7") == bytes(won)
     assert not objects.create("state/7", b"later")
 

@@ -26,6 +26,7 @@ METHODS = {
     "streaming, 10 steps": OuterConfig(
         method="streaming", sync_interval=10, num_fragments=2, overlap_steps=2
     ),
+    "seldom": OuterConfig(sync_interval=100),
     "eager": OuterConfig(method="eager", sync_interval=4),
     "streaming": OuterConfig(method="streaming", sync_interval=6, num_fragments=2, overlap_steps=2),
     # one for each layer and one for the embedding: transfers fly at every step

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_cocodc.coordinator.in_storage import SERVING, Serving
+from hf_cocodc.coordinator.in_storage import serving_in
 from hf_cocodc.net.storage import Storage
+from tests.net.fake_hub import BUCKET, fake_hub, reach
 from tests.net.storages import folder_url
 from tests.processes.coming_worker import events, loop
 from tests.processes.pages import begin, prepare, shown
@@ -82,9 +86,14 @@ def test_two_notebooks_and_one_bucket_train_by_the_six_lines_of_the_readme(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("serves", [True, False])
 def test_a_region_that_is_killed_and_started_again_comes_back(serves: bool, tmp_path: Path) -> None:
-    """The others train on meanwhile; all end with equal weights. Also if it was the one that served as coordinator."""
+    """The others train on meanwhile; all end with equal weights. Also if it was the one that served as coordinator.
+
+    Nobody waits for a time-out: its new process knows that the earlier one has died.
+    """
     url = folder_url(tmp_path / "storage")
-    run = Run(tmp_path, 3, loop, 400, 0.1, "streaming", 1, coordinator=InStorage(url))
+    run = Run(
+        tmp_path, 3, loop, 400, 0.1, "streaming", 1, coordinator=InStorage(url), timeout_s=2.0 * PATIENCE_S
+    )
     try:
         run.wait_for_step(2, 9)
         pids = {process.pid: region for region, process in run.processes.items()}
@@ -104,8 +113,36 @@ def test_a_region_that_is_killed_and_started_again_comes_back(serves: bool, tmp_
     assert epochs == [[0, 1, 2], rest, [0, 1, 2]]
 
 
+def through_the_hub(url: str, folder: str, *rest: Any) -> None:
+    """The body of a region that reaches the fake of the Hub at a URL."""
+    reach(url, pytest.MonkeyPatch())
+    loop(folder, *rest)
+
+
+@pytest.mark.slow
+def test_two_regions_of_one_account_ask_the_hub_less_than_it_allows(tmp_path: Path) -> None:
+    """It lets an account without a plan make 1,000 requests to its API, and 5,000 to read files, in five minutes. A write is two."""
+    with fake_hub() as hub:
+        asked, at = list[Counter[str]](), list[float]()
+        run = Run(
+            *(tmp_path, 2, partial(through_the_hub, hub.url), 400, 0.1, "seldom", 1),
+            coordinator=InStorage(f"hf://buckets/{BUCKET}/run7"),
+        )
+        try:
+            for step in (20, 320):
+                run.wait_for_step(0, step)
+                asked.append(hub.asked.copy())
+                at.append(time.monotonic())
+        finally:
+            for region in run.processes:
+                run.kill(region)
+    in_five_minutes = 300 / (at[1] - at[0])
+    found = {what: count * in_five_minutes for what, count in (asked[1] - asked[0]).items()}
+    reads = found.pop("resolve")
+    assert found["batch"] > 100 and found["xet-write-token"] > 100, "they train through the Hub"
+    assert sum(found.values()) < 1000 and reads < 5000, (found, reads)
+
+
 def _served_by(objects: Storage) -> int:
     """The process that serves, or has served last."""
-    content = objects.get(SERVING)
-    assert content is not None
-    return int(msgspec.json.decode(content, type=Serving).process.partition("-")[0])
+    return int(serving_in(objects).partition("-")[0])

@@ -1,11 +1,12 @@
 """Several processes stand by in a storage that misbehaves. Whoever serves decides now and then; all stand still, die or begin.
 
-The code of `coordinator/standby.py`, `coordinator/state.py` and `net/storage.py` runs as it is. In the place of the coordinator
-that it lets serve there is one that does nothing but decide: it writes a state, and then announces it.
+The code of `coordinator/standby.py`, `coordinator/state.py`, `net/mailbox.py` and `net/storage.py` runs as it is. In the place of
+the coordinator that it lets serve there is one that does nothing but decide: it writes a state, and then announces it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,9 @@ from hf_cocodc.coordinator.messages import Generation
 from hf_cocodc.coordinator.rules import Run
 from hf_cocodc.coordinator.state import StateInStorage
 from hf_cocodc.errors import InputError
-from hf_cocodc.net import storage
+from hf_cocodc.net import mailbox, storage
+from hf_cocodc.net.mailbox import Mailbox
+from hf_cocodc.net.storage import StorageError
 from tests.coordinator.test_state import RUN
 
 from .machines import Machine, Machines
@@ -78,8 +81,16 @@ class Leases:
         }
         ours = {name: self.machines.ours(each, getattr(standby, name)) for name, each in stand_ins.items()}
         bucket = self.machines.ours(self._reach, storage._Bucket)
+        of_boxes = {
+            "has_died": self.machines.ours(self._has_died, mailbox.has_died),
+            "atexit": SimpleNamespace(register=lambda call: None),
+        }
+        together = self.machines.ours(self.machines.together, storage.together)
         with (
-            mock.patch.multiple(storage, time=time, random=self.machines.chance(), _Bucket=bucket),
+            mock.patch.multiple(
+                storage, time=time, random=self.machines.chance(), _Bucket=bucket, together=together
+            ),
+            mock.patch.multiple(mailbox, time=time, threading=threads, together=together, **of_boxes),
             mock.patch.multiple(standby, time=time, threading=threads, **ours),
             mock.patch.dict(self.state, time=time),
         ):
@@ -137,7 +148,11 @@ class Leases:
         self.standing[machine] = SimpleNamespace(machine=machine, serves=False)
 
         def stand_by() -> None:
-            self.standing[machine] = each = standby.Standby(URL, None)
+            while True:
+                with contextlib.suppress(StorageError):  # a region tries again
+                    self.standing[machine] = each = standby.Standby(URL, None)
+                    break
+                self.machines.sleep(1.0)
             each.machine = machine  # type: ignore[attr-defined]
 
         self.machines.start(machine, stand_by)
@@ -145,15 +160,16 @@ class Leases:
     def _box(self, url: str) -> Any:
         machine = self.machines.current.machine
         if machine not in self._boxes:
-            self._boxes[machine] = SimpleNamespace(
-                storage=storage.Storage(url), process=machine.name, called="", begin=lambda: None
-            )
+            self._boxes[machine] = box = Mailbox(url)
+            box.process = machine.name
         return self._boxes[machine]
 
     def _reach(self, url: str, scheme: str) -> Reached:
         return Reached(self.store)
 
-    def _serve(self, listener: Any, secrets: Any, kept: StateInStorage, say: Any, fail: Any) -> Any:
+    def _serve(
+        self, listener: Any, secrets: Any, kept: StateInStorage, say: Any, fail: Any, alive_s: float
+    ) -> Any:
         return Deciding(self, kept, fail)
 
 

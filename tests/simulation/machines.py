@@ -11,7 +11,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -224,9 +224,11 @@ class Machines:
             Event=self.ours(lambda: Event(self), threading.Event),
         )
 
-    def side_by_side(self, calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
-        """See `threads.side_by_side`."""
-        calls, done = list(calls), Event(self)
+    def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """See `storage.together`."""
+        if len(calls) == 1:
+            return [calls[0]()]
+        done = Event(self)
         results: dict[int, T] = {}
         errors: list[Exception] = []
 

@@ -159,7 +159,7 @@ class Talks:
         names = {
             "time": time,
             "threading": machines.threading(),
-            "side_by_side": machines.ours(machines.side_by_side, mailbox.side_by_side),
+            "together": machines.ours(machines.together, mailbox.together),
             "keep_from_forks": machines.ours(lambda pipe: None, mailbox.keep_from_forks),
             "_is_ready": machines.ours(is_ready, mailbox._is_ready),
             "_joined_sockets": machines.ours(lambda: Pipe.pair(machines), mailbox._joined_sockets),
@@ -168,7 +168,9 @@ class Talks:
         }
         bucket = machines.ours(lambda *_: Reached(self.store), storage._Bucket)
         with (
-            mock.patch.multiple(storage, time=time, random=machines.chance(), _Bucket=bucket),
+            mock.patch.multiple(
+                storage, time=time, random=machines.chance(), _Bucket=bucket, together=names["together"]
+            ),
             mock.patch.multiple(mailbox, **names),
         ):
             yield

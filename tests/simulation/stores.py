@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from hf_cocodc.net import storage
 
 from .machines import Machines
 
@@ -129,8 +131,6 @@ class Store:
 class Reached:
     """A store as a process reaches it: requests take time, and may fail. See `storage._Backend`."""
 
-    has_one_winner = True
-
     def __init__(self, store: Store) -> None:
         self._store, self._machines = store, store.machines
 
@@ -138,12 +138,13 @@ class Reached:
         self._ask(lambda: self._store.write(name, content))
 
     def create(self, name: str, content: bytes) -> bool:
-        return self._ask(lambda: self._store.create(name, content))
+        return self._ask(lambda: self._store.create(name, content)) or storage._is_there(self, name, content)
 
     def read(self, name: str) -> bytes:
         return self._ask(lambda: self._store.read(name))
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str]) -> None:
+        [name] = names
         self._ask(lambda: self._store.write(name, None))
 
     def names(self, folder: str) -> list[str]:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...coordinator import standby
-from ...net.mailbox import FAR_S, LIFE_S, NEAR_S, PIECE, PIECES
+from ...net.mailbox import FAR_S, LIFE_LOOK_S, NEAR_S, PERIOD_S, PIECE, PIECES
 from .course import Cargo, Carried, Course
 from .transfers import OVERHEAD_S, Codes
 
 _SOCKETS = 2
 """Between two regions: for trailers and what they say about a transfer, and for payloads."""
-_BEAT_S = 1.0
-"""Seconds between two heartbeats of a region, and between two answers of the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +105,19 @@ def requests_an_hour(
     link: StorageFigures, regions: int, course: Course, trips: int, serves: bool
 ) -> Counter[str]:
     """The requests of a region, by kind; `serves`: of the one that serves as coordinator. A transfer has `trips`, see `Codes`."""
-    others, read_s = regions - 1, link.read_s
+    others, read_s, period_s = regions - 1, link.read_s, PERIOD_S[not link.is_near]
     sends = course.sends_per_s
     # what one end writes, another one reads and deletes, and this one writes as much as it reads
     objects = math.ceil(max(course.bytes_per_s / max(sends, 1e-9) / others / trips / PIECE, 1))
     calls = others if serves else 1  # whoever serves does not call itself through the storage
-    said = calls / _BEAT_S + others * sends * (trips * objects + 1)
-    looks = calls * _looks_a_second(_BEAT_S, read_s, link.is_near)
+    said = calls / period_s + others * sends * (trips * objects + 1)
+    looks = calls * _looks_a_second(period_s, read_s, link.is_near)
     looks += _SOCKETS * others * _looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
     looks += others * sends * (trips * objects - 1)
-    live_s = LIFE_S[not link.is_near] + link.write_s + others * read_s
-    beside = _beside_sockets(serves, read_s, link.is_near)
-    a_second = {"write": said + 1 / live_s, "list": 0.0, "read": looks + others / live_s, "delete": said}
-    return Counter({kind: round(3600 * (count + beside.get(kind, 0.0))) for kind, count in a_second.items()})
+    look_s = LIFE_LOOK_S[not link.is_near] + others * read_s
+    reads = looks + others / look_s + _reads_beside_sockets(serves, read_s, link.is_near)
+    a_second = {"write": said + 1 / period_s, "read": reads, "delete": said}
+    return Counter({kind: round(3600 * count) for kind, count in a_second.items()})
 
 
 def gap_s(rest_s: float, request_s: float, is_near: bool) -> float:
@@ -143,9 +141,9 @@ def _looked(rest_s: float, request_s: float, is_near: bool) -> tuple[float, floa
     return looks + (rest_s / gap if rest_s < math.inf else 0.0), gap
 
 
-def _beside_sockets(serves: bool, request_s: float, is_near: bool) -> dict[str, float]:
-    """What whoever serves asks a storage for in a second, by kind, or whoever stands by, apart from their sockets."""
+def _reads_beside_sockets(serves: bool, request_s: float, is_near: bool) -> float:
+    """What whoever serves reads in a second, or whoever stands by, apart from their sockets."""
     if not serves:
-        return {"read": 1 / (standby.LOOK_S + request_s)}
+        return 1 / (standby.LOOK_S + request_s)
     call_s = (standby.NEAR_S if is_near else standby.FAR_S) + request_s
-    return {"list": 1 / call_s, "write": 1 / (standby.BEAT_S + request_s), "read": 2 / standby.SURE_S}
+    return 1 / call_s + 3 / standby.SURE_S

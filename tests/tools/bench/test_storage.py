@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,9 @@ class Slow(_Folder):
         time.sleep(KINDS[storage.LIST])
         return super().names(folder)
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         time.sleep(KINDS[storage.DELETE])
-        super().delete(name)
+        super().delete(names)
 
 
 def test_each_request_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
