@@ -64,7 +64,7 @@ class Standby:
 
     def _work(self) -> None:
         box, told, wait_s = self._box, "", LOOK_S
-        seen, looks, number = "", 0, None
+        seen, looks, number, found_at = "", 0, None, 0.0
         while True:
             began = time.monotonic()
             try:
@@ -75,12 +75,13 @@ class Standby:
                     if now == seen != box.called:  # what is read may be old, but hardly twice
                         self._hears()
                 elif now != seen or number is None:
-                    looks, number = 0, newest_state(box.storage)
+                    looks, number, found_at = 0, newest_state(box.storage), began
                 else:
                     looks += 1
                 seen = now
-                if number is not None and (looks >= _LOOKS or not now and number == 0):
-                    before, looks, number = number, 0, None
+                is_old = looks >= _LOOKS and began - found_at > box.storage.create_s
+                if is_old or number == 0 and not now:
+                    before, looks, number = number or 0, 0, None
                     self._serve(before, {now: CALL_S if has_died(now) else box.gone_s})
             except StateTaken:
                 pass

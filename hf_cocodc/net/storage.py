@@ -52,6 +52,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _CONDITIONAL = ("s3", "s3a", "gs", "gcs")
 """Storages that create an object only if there is none of its name; else they say one of the following."""
+_FILES = ("ssh", "sftp")
 _TAKEN = ("FileExistsError", "PreconditionFailed", "ConditionalRequestConflict")
 _PRICES = {"s3": ("S3 Standard", 5.0, 0.4), "gs": ("Google Cloud Storage Standard", 5.0, 0.4)}
 """List prices of November 2026 in dollars, in one region of the US, of a million requests: that write or list, and that read. It
@@ -204,7 +205,7 @@ class _Bucket:
 
     @property
     def _is_files(self) -> bool:
-        return self._scheme in ("ssh", "sftp")
+        return self._scheme in _FILES
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -316,12 +317,14 @@ class Storage:
         requests: how many of each kind were made; `num_bytes`: that were written, and read.
         is_near: whether a request costs next to nothing.
         fastest_s: seconds of the fastest request so far.
+        create_s: seconds after which whoever creates an object knows that it has, if that is much longer than a request.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(url)
         self.is_near = parts.scheme == "file"
+        self.create_s = 0.0 if parts.scheme in ("file", *_CONDITIONAL, *_FILES) else 4 * _SETTLE_S
         if self.is_near and (parts.netloc not in ("", "localhost") or not parts.path):
             raise InputError(f"{url}: a folder is named as file:///PATH, with three slashes.")
         self.requests: Counter[str] = Counter()

@@ -121,7 +121,7 @@ def through_the_hub(url: str, folder: str, *rest: Any) -> None:
 
 @pytest.mark.slow
 def test_two_regions_of_one_account_ask_the_hub_less_than_it_allows(tmp_path: Path) -> None:
-    """It lets an account without a plan make 1,000 requests to its API, and 5,000 to read files, in five minutes. A write is two."""
+    """In five minutes, one without a plan may make 1,000 requests to its API, where a write is two, and 5,000 that read."""
     with fake_hub() as hub:
         asked, at = list[Counter[str]](), list[float]()
         run = Run(

@@ -25,7 +25,7 @@ from hf_cocodc.net.storage import StorageError
 from tests.coordinator.test_state import RUN
 
 from .machines import Machine, Machines
-from .stores import Faults, Reached, Store
+from .stores import Faults, Reached, Settling, Store
 
 URL = "simulated://store"
 _EVEN = "02468"
@@ -52,6 +52,7 @@ class Leases:
         processes: that stand by at first.
         stills: how often a process stands still, dies or begins.
         still_s: the longest time for which one stands still.
+        two_may_create: whether the storage knows no creation that only one of two can make.
     """
 
     seed: int
@@ -61,6 +62,7 @@ class Leases:
     still_s: float = 90.0
     calm_at: float = 150.0
     pace_s: float = 6.0
+    two_may_create: bool = False
     announced: list[Announced] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -162,10 +164,12 @@ class Leases:
         if machine not in self._boxes:
             self._boxes[machine] = box = Mailbox(url)
             box.process = machine.name
+            if not self.two_may_create:
+                box.storage.create_s = 0.0
         return self._boxes[machine]
 
     def _reach(self, url: str, scheme: str) -> Reached:
-        return Reached(self.store)
+        return (Settling if self.two_may_create else Reached)(self.store)
 
     def _serve(
         self, listener: Any, secrets: Any, kept: StateInStorage, say: Any, fail: Any, alive_s: float

@@ -93,6 +93,16 @@ def test_nobody_takes_over_while_requests_take_long() -> None:
         assert world.servings == 1, f"seed {seed}: {world.servings - 1} take over"
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 0.6])
+def test_one_serves_where_a_creation_takes_seconds(latency_s: float) -> None:
+    """On the Hub: others took over from whoever had yet to hear that it has won, and so did that one from them, for minutes."""
+    for seed in range(SEEDS // 4):
+        world = Leases(seed, Faults(latency_s=latency_s), stills=0, two_may_create=True)
+        world.run()
+        assert world.servings == 1, f"seed {seed}: {world.servings - 1} take over"
+        assert not forks(world.announced)
+
+
 def test_of_two_winners_one_ends_at_once() -> None:
     """It makes two decisions at most. Whoever has heard of it tells both apart: see the plans with twins in `world`."""
     check_broken(range(SEEDS // 2), WINNERS, FEW)
