@@ -474,7 +474,7 @@ _REMEDIES = (
     ("(notimplemented)", "It knows no conditional writes (If-None-Match). Name another storage"),
     (
         "nosuchbucket, invalidbucketname, permanentredirect, authorizationheadermalformed, bucket does not exist, "
-        "bucket not found, filenotfounderror",
+        "bucket not found, (404 not found), filenotfounderror",
         "Create the bucket, or correct the URL (with S3: the region or AWS_ENDPOINT_URL)",
     ),
     ("skew, expired, reasonable timeframe", "Correct this machine's clock, or make a new token"),

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
 
@@ -193,9 +194,14 @@ class _FakeXet:
         custom_headers: Any,
         progress_callback: Any,
     ) -> Iterator[_FakeXet]:
-        urlopen(
-            Request(token_refresh_url, headers=token_refresh_headers)
-        ).close()  # each time, as hf_xet 1.8 does
+        try:  # each time, as hf_xet 1.8 does, and these are its words
+            urlopen(Request(token_refresh_url, headers=token_refresh_headers)).close()
+        except HTTPError as error:
+            error.close()
+            raise ConnectionError(
+                f"Network error: Request error: HTTP status client error ({error.code} {error.reason}), domain: "
+                f"{token_refresh_url}"
+            ) from None
         yield self
 
     def start_upload_bytes(self, content: bytes, sha256: Any) -> Any:
