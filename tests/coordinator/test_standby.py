@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc.coordinator import in_storage, standby, state
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.in_storage import SERVING, call_in_storage, is_served
+from hf_cocodc.coordinator.in_storage import SERVING, call_in_storage, is_served, serving_in
 from hf_cocodc.coordinator.standby import Standby
 from hf_cocodc.coordinator.state import StateInStorage, StateTaken
 from hf_cocodc.errors import InputError
@@ -226,6 +226,21 @@ def test_a_process_calls_itself_without_the_storage(tmp_path: Path) -> None:
     wait_until(lambda: is_served(url))
     assert status(url, SECRET, timeout_s=30.0) == []
     assert not Storage(url).names("cards") and not Storage(url).names("calls")
+    one.close()
+
+
+def test_whoever_serves_is_named_again_after_one_that_stood_still_has_named_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would take over from that one, which lives, and serves no more."""
+    monkeypatch.setattr(standby, "SURE_S", 0.0)
+    objects = Storage(folder_url(tmp_path))
+    one = Standby(folder_url(tmp_path), SECRET)
+    wait_until(lambda: serving_in(objects) != "")
+    serving = serving_in(objects)
+    objects.put(SERVING, b"another")
+    wait_until(lambda: serving_in(objects) == serving)
+    assert one.serves
     one.close()
 
 

@@ -150,6 +150,37 @@ def test_a_rule_that_is_missing_is_found(old: str, new: str, monkeypatch: pytest
     pytest.fail("no world finds it")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "faults"),
+    [
+        ("if not self._is_gone(now):", "if now:", KEEPS),
+        ("is_old = looks >= _LOOKS and", "is_old =", Faults(latency_s=3.0)),
+    ],
+    ids=[
+        "one that is gone is waited for",
+        "nobody waits for one that has just begun",
+    ],
+)
+def test_a_rule_of_who_serves_that_is_missing_is_found(
+    old: str, new: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = inspect.getsource(standby.Standby)
+    assert source.count(old) == 1
+    made: dict[str, type[standby.Standby]] = {}
+    exec(compile(source.replace(old, new), "mutated", "exec"), vars(standby), made)
+    monkeypatch.setattr(standby, "Standby", made["Standby"])
+    for seed in range(SEEDS):
+        world = Leases(seed, faults, processes=6, stills=12 * (faults is KEEPS))
+        if faults is not KEEPS:
+            world.machines.at(70.0, world.kill_serving)
+        try:
+            world.run()
+            assert faults is KEEPS or world.servings == 2
+        except AssertionError:
+            return
+    pytest.fail("no world finds it")
+
+
 def test_lists_must_not_be_later_than_old_states_are_kept() -> None:
     """What the rules suppose of a storage, and cannot do without."""
     worlds = (Leases(seed, replace(KEEPS, old_s=100.0, lists=0.5)) for seed in range(SEEDS))
