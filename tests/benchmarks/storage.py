@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 
@@ -29,6 +30,7 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.net import storage
 from hf_cocodc.net.mailbox import mailbox
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
+from tests.net import fake_hub
 from tests.processes.coming_worker import loop
 from tests.processes.forks import fork, region_env
 from tests.processes.test_coming_and_going import Run
@@ -159,6 +161,31 @@ def back_s(way: str, request_s: float, serves: bool) -> float:
                 run.kill(region)
 
 
+def through_the_hub(url: str, *rest: Any) -> None:
+    """A region that reaches the fake of the Hub at a URL."""
+    fake_hub.reach(url, pytest.MonkeyPatch())
+    loop(*rest)
+
+
+def asked_of_the_hub() -> tuple[float, float]:
+    """How many requests two regions make in five minutes to the Hub's API, and to read files, once they train. See `FakeHub`."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, fake_hub.fake_hub() as hub:
+        place = SimpleNamespace(address=f"hf://buckets/{fake_hub.BUCKET}/run7")
+        whole = partial(through_the_hub, hub.url), 100_000, STEP_S, "seldom", 1
+        run = Run(Path(folder), 2, *whole, coordinator=place)
+        try:
+            for step in (20, 320):
+                run.wait_for_step(0, step)
+                found.append((time.monotonic(), sum(hub.asked.values()), hub.asked["resolve"]))
+        finally:
+            for region in run.processes:
+                run.kill(region)
+    (began, all_before, reads_before), (ended, every, reads) = found
+    in_five_minutes, more = 300 / (ended - began), reads - reads_before
+    return (every - all_before - more) * in_five_minutes, more * in_five_minutes
+
+
 def all_back(far_ms: float, repeats: int) -> list[Row]:
     rows: list[Row] = []
     for way, request_s in (("TCP", 0.0), ("a folder", 0.0), (f"requests of {far_ms:g} ms", far_ms / 1000)):
@@ -197,9 +224,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="the median counts")
     parser.add_argument("--request-ms", type=float, default=300.0)
     parser.add_argument("--only-back", action="store_true", help="only how long a region takes to come back")
+    parser.add_argument("--only-hub", action="store_true", help="only requests to the Hub (a fake of it)")
     parser.add_argument("--only-training", action="store_true", help="all but that")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.only_hub:
+        api, reads = asked_of_the_hub()
+        sys.stdout.write(
+            f"two regions, diloco, H = 100: {api:.0f} requests to the API in 5 minutes, {reads:.0f} reads\n"
+        )
+        return
     reports = []
     for method, settings in [] if options.only_back else METHODS.items():
         rows = measured(settings, options.request_ms, options.repeats)
