@@ -98,7 +98,7 @@ def passes_large(address: str, keys: Keys | None, timeout_s: float = 5.0) -> boo
 class Client:
     """A region's one connection to the coordinator, remade whenever it ends. `meet` sets `me` and `welcome`.
 
-    `period_s`: seconds between two heartbeats, and between two signs of life of the coordinator.
+    `period_s`: seconds between two heartbeats, and half of those between two signs of life of the coordinator.
     """
 
     me: Member

@@ -114,7 +114,7 @@ class Standby:
             state,
             lambda line: logger.debug("coordinator: %s", line),
             failures.append,
-            box.period_s,
+            2 * box.period_s,
         )
         self.serves, box.serves_at = True, served.port
         logger.info("this region serves as coordinator in %s", box.storage.url)

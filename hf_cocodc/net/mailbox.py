@@ -406,10 +406,10 @@ class _Way:
             self._socket.close()
 
     def _say(self) -> None:
-        began, puts = 0.0, [partial(self._storage.put, self._card, self._shown_card)]
+        began, objects = 0.0, {self._card: self._shown_card}
         if not _is_ready(self._socket, select.POLLIN, _FIRST_WORDS_S):
-            together(puts)
-            puts = []
+            self._storage.put_all(objects)
+            objects = {}
         while not self._is_broken:
             _is_ready(self._socket, select.POLLIN)
             self._holds = True
@@ -421,10 +421,9 @@ class _Way:
                 began = time.monotonic()
                 pieces = [said[at : at + PIECE] for at in range(0, len(said), PIECE)]
                 contents = [(_SAID if piece is pieces[-1] else _MORE) + piece for piece in pieces] or [_END]
-                for at, each in enumerate(contents, self._written):
-                    puts.append(partial(self._storage.put, f"{self._out}/{at}", each))
-                together(puts)
-                self._written, puts = self._written + len(contents), []
+                objects |= {f"{self._out}/{at}": each for at, each in enumerate(contents, self._written)}
+                self._storage.put_all(objects)
+                self._written, objects = self._written + len(contents), {}
                 if not pieces:
                     self._has_said_all = True
                     return

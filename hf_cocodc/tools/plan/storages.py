@@ -107,16 +107,21 @@ def requests_an_hour(
     """The requests of a region, by kind; `serves`: of the one that serves as coordinator. A transfer has `trips`, see `Codes`."""
     others, read_s, period_s = regions - 1, link.read_s, PERIOD_S[not link.is_near]
     sends = course.sends_per_s
-    # what one end writes, another one reads and deletes, and this one writes as much as it reads
     objects = math.ceil(max(course.bytes_per_s / max(sends, 1e-9) / others / trips / PIECE, 1))
     calls = others if serves else 1  # whoever serves does not call itself through the storage
-    said = calls / period_s + others * sends * (trips * objects + 1)
-    looks = calls * _looks_a_second(period_s, read_s, link.is_near)
+    # a coordinator gives half as many signs of life as it gets
+    said_s, heard_s = (2 * period_s, period_s) if serves else (period_s, 2 * period_s)
+    carried = others * sends * (trips * objects + 1)
+    looks = calls * _looks_a_second(heard_s, read_s, link.is_near)
     looks += _SOCKETS * others * _looks_a_second(1 / sends if sends else math.inf, read_s, link.is_near)
     looks += others * sends * (trips * objects - 1)
     look_s = LIFE_LOOK_S[not link.is_near] + others * read_s
     reads = looks + others / look_s + _reads_beside_sockets(serves, read_s, link.is_near)
-    a_second = {"write": said + 1 / period_s, "read": reads, "delete": said}
+    a_second = {
+        "write": calls / said_s + carried + 1 / period_s,
+        "read": reads,
+        "delete": calls / heard_s + carried,
+    }
     return Counter({kind: round(3600 * count) for kind, count in a_second.items()})
 
 
