@@ -142,8 +142,9 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
     """
     from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
-    from ..coordinator.in_storage import is_served
+    from ..coordinator.in_storage import serving_in
     from ..net.addresses import is_url
+    from ..net.mailbox import mailbox
     from ..net.storage import StorageError
 
     may_be_first = is_url(address) and not part.join
@@ -164,7 +165,7 @@ def run_at(part: MachinePart, address: str, keys: "Keys | None") -> dict[str, An
     while True:
         left_s = wait_s - (time.monotonic() - began)
         try:
-            if may_be_first and not is_served(address):
+            if may_be_first and not serving_in(mailbox(address).storage):
                 return None
             found = status(address, keys, part.name, PATIENCE_S if may_be_first else max(left_s, 0.0), look)
             if part.join and len(going := [each for each in found if each["phase"] != "ended"]) == 1:

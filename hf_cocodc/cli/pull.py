@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..coordinator.messages import Given
     from ..net.keys import Keys
 
-_SILENT_S = 15.0
+_SILENT_S = 30.0
 """A coordinator that has not answered for so long has gone."""
 
 

@@ -27,11 +27,6 @@ def serving_in(storage: Storage) -> str:
     return (storage.get(SERVING) or b"").decode(errors="replace")
 
 
-def is_served(url: str) -> bool:
-    """Whether a process says that it serves as coordinator in a storage; it may have ended. Raises like `Mailbox.begin`."""
-    return bool(serving_in(mailbox(url).storage))
-
-
 def refuse_missing(url: str) -> None:
     """Raise InputError if a storage is a folder that is not there: no region has ever begun there."""
     if mailbox(url).storage.is_missing:

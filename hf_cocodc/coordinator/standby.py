@@ -89,6 +89,8 @@ class Standby:
                 if str(error) != told:
                     told = str(error)
                     logger.warning("this region cannot serve as coordinator: %s", told)
+            except Exception:  # this process lives on: nobody else would take over
+                logger.exception("this region serves as coordinator no more; it tries again")
             if self._closes.wait(wait_s):
                 return
 
@@ -125,7 +127,8 @@ class Standby:
             served.close()
         if not failures:
             with contextlib.suppress(CocodcError):
-                box.storage.remove(SERVING)
+                if serving_in(box.storage) == box.process:
+                    box.storage.remove(SERVING)
 
     def _attend(
         self, box: Mailbox, served: Served, state: StateInStorage, failures: list[InputError]
@@ -151,7 +154,7 @@ class Standby:
                 sure_at = now
             if now - cleared_at >= _CLEAR_S:
                 cleared_at = now
-                threading.Thread(target=_clear, args=(leftovers,), daemon=True).start()
+                threading.Thread(target=leftovers.look, daemon=True).start()
             knocks = storage.get(f"{calls}/{KNOCK}") or b""
             names = set(storage.names(calls)) - {KNOCK} if knocks != knocked else ()
             for name in names:
@@ -168,8 +171,3 @@ def _let_in(box: Mailbox, name: str, port: int) -> None:
         box.connect(name, False, _CALLER_S, socket.create_connection(("127.0.0.1", port)))
     except (OSError, CocodcError) as error:
         logger.debug("a caller in %s has gone: %s", box.storage.url, error)
-
-
-def _clear(leftovers: Leftovers) -> None:
-    with contextlib.suppress(CocodcError):
-        leftovers.look()

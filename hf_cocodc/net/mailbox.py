@@ -28,7 +28,7 @@ from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
-from typing import TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,8 +36,6 @@ from ..errors import LinkError, short
 from .addresses import listen_at
 from .channel import keep_from_forks
 from .storage import Storage, StorageError, price, together
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +99,18 @@ class Life(msgspec.Struct, frozen=True):
     said: dict[str, int]
 
 
-class Stopped(ConnectionResetError):
-    """A process shows nothing new any more."""
-
-
 class Died(ConnectionResetError):
     """A process has died: another one of its machine has said so."""
+
+
+class _Looks(NamedTuple):
+    """What is known of a process: what it has shown, and how often since then it was found to show nothing new. `asked_at`: when
+    somebody has asked for it.
+    """
+
+    life: Life | None = None
+    looks: int = 0
+    asked_at: float = 0.0
 
 
 class Mailbox:
@@ -128,8 +132,7 @@ class Mailbox:
         paces = PERIOD_S, LIFE_LOOK_S, _MISSES
         self.period_s, self._look_s, self.misses = (each[not self.storage.is_near] for each in paces)
         self.process = f"{os.getpid()}-{_space()}-{token_hex(8)}"
-        self._lives: dict[str, tuple[Life | None, int]] = {}
-        self._asked: dict[str, float] = {}
+        self._lives: dict[str, _Looks] = {}
         self._ways: set[_Way] = set()
         self._numbers: dict[str, str] = {}
         self._lock, self._has_begun = threading.Lock(), False
@@ -151,7 +154,8 @@ class Mailbox:
             has_begun, self._has_begun = self._has_begun, True
         if has_begun:
             return
-        threading.Thread(target=self._live, name="hf_cocodc-mailbox", daemon=True).start()
+        for work in (self._show_lives, self._look_at_lives, self._tell_who_has_died):
+            threading.Thread(target=work, name="hf_cocodc-mailbox", daemon=True).start()
         atexit.register(self.flush)
 
     def waits_s(self, since: float) -> tuple[float, float]:
@@ -217,13 +221,12 @@ class Mailbox:
             except StorageError as error:  # it may be back before the time is over
                 if not error.may_pass or time.monotonic() > until:
                     raise
-            if other is not None and other.seen not in ("", number):
-                with contextlib.suppress(Stopped):
-                    self.life(other.process)
-            elif other is not None:
-                with self._lock:
-                    self._numbers.pop(mine, None)
-                return msgspec.structs.replace(card, seen=other.number), other
+            if other is not None:
+                self.life(other.process, may_stop=True)
+                if other.seen in ("", number):
+                    with self._lock:
+                        self._numbers.pop(mine, None)
+                    return msgspec.structs.replace(card, seen=other.number), other
             if time.monotonic() > until:
                 raise TimeoutError("the other end has not come")
             first_s, most_s = self.waits_s(began)
@@ -231,33 +234,33 @@ class Mailbox:
             time.sleep(wait_s)
 
     def card(self, name: str) -> Card | None:
-        return self._read(name, Card)
-
-    def _life_of(self, process: str) -> Life | None:
-        return self._read(f"lives/{process}", Life)
-
-    def _read(self, name: str, kind: type[T]) -> T | None:
         content = self.storage.get(name)
         try:
-            return None if content is None else msgspec.json.decode(content, type=kind)
+            return None if content is None else msgspec.json.decode(content, type=Card)
         except msgspec.MsgspecError as error:
             raise StorageError(
                 f"{self.storage.url}: {name!r} is nothing that this version writes ({error})."
             ) from error
 
-    def life(self, process: str) -> Life | None:
+    def _life_of(self, process: str) -> Life | None:
+        content = self.storage.get(f"lives/{process}")
+        with contextlib.suppress(msgspec.MsgspecError):  # it shows nothing that this process knows
+            return None if content is None else msgspec.json.decode(content, type=Life)
+        return None
+
+    def life(self, process: str, may_stop: bool = False) -> Life | None:
         """What a process shows, if that has been read yet; it is from now on.
 
-        Raises Stopped if it shows nothing new any more, Died if it has died.
+        Raises Died if it has died, and, unless it `may_stop`, ConnectionResetError if it shows nothing new any more.
         """
         with self._lock:
-            life, looks = self._lives.setdefault(process, (None, 0))
-            self._asked[process] = time.monotonic()
-        if life is not None and life.count == _DIED:
+            seen = self._lives.get(process, _Looks())
+            self._lives[process] = seen._replace(asked_at=time.monotonic())
+        if seen.life is not None and seen.life.count == _DIED:
             raise Died("the process at the other end has died")
-        if looks >= _LOOKS:
-            raise Stopped("the process at the other end has stopped")
-        return life
+        if seen.looks >= _LOOKS and not may_stop:
+            raise ConnectionResetError("the process at the other end has stopped")
+        return seen.life
 
     def empty(self, folder: str) -> None:
         """Remove all objects of a folder. Raises StorageError."""
@@ -284,39 +287,57 @@ class Mailbox:
         with self._lock:
             for way in self._ways:
                 way.shown += way.is_over
-            shown = {way for way in self._ways if way.shown <= _LOOKS}
-            past, self._ways = self._ways - shown, shown
             said = {way.number: way.said for way in self._ways}
         self.storage.put(f"lives/{self.process}", msgspec.json.encode(Life(self._count, said)))
-        for way in past:
-            way.clear()
 
-    def _live(self) -> None:
-        """Show that this process lives, and look who else does."""
-        with contextlib.suppress(StorageError):
-            for process in self.storage.names("lives"):
-                if has_died(process):
-                    self.storage.put(f"lives/{process}", msgspec.json.encode(Life(_DIED, {})))
-        show_at = 0.0
+    def _show_lives(self) -> None:
+        """Show that this process lives, as long as that matters to anybody."""
+        while True:
+            time.sleep(self.period_s)
+            with contextlib.suppress(StorageError):  # whoever waits for an answer says so
+                if self._ways or self.serves_at is not None:
+                    self._show_life()
+
+    def _look_at_lives(self) -> None:
         while True:
             time.sleep(self._look_s)
-            with contextlib.suppress(StorageError):  # whoever waits for an answer says so
-                if time.monotonic() >= show_at and (self._ways or self.serves_at is not None):
-                    show_at = time.monotonic() + self.period_s - self._look_s / 2
-                    self._show_life()
-                since = time.monotonic() - _ASKED_S
-                with self._lock:
-                    self._asked = {each: at for each, at in self._asked.items() if at > since}
-                    self._lives = {each: self._lives[each] for each in self._asked}
-                    known = dict(self._lives)
-                for process, (life, looks) in known.items():
-                    now = self._life_of(process)
-                    has_moved = now is not None and (
-                        life is None or now.count > life.count or now.count == _DIED
-                    )
-                    with self._lock:  # a look that failed counts for nothing
-                        self._lives[process] = (now, 0) if has_moved else (life, looks + 1)
+            since = time.monotonic() - _ASKED_S
+            with self._lock:
+                past = {way for way in self._ways if way.shown > _LOOKS}
+                self._ways -= past
+                self._lives = {each: seen for each, seen in self._lives.items() if seen.asked_at > since}
+                known = [*self._lives]
+            for process in known:
+                with contextlib.suppress(StorageError):  # a look that failed counts for nothing
+                    self._look_at_life(process)
+            for way in past:
+                with contextlib.suppress(StorageError):
+                    way.clear()
             self._tell()
+
+    def _look_at_life(self, process: str) -> None:
+        now = self._life_of(process)
+        with self._lock:
+            seen = self._lives[process]
+            has_moved = now is not None and (
+                seen.life is None or now.count > seen.life.count or now.count == _DIED
+            )
+            looks = 0 if has_moved else seen.looks + 1
+            self._lives[process] = seen._replace(life=now if has_moved else seen.life, looks=looks)
+
+    def _tell_who_has_died(self) -> None:
+        """Mark those of this machine that have."""
+        died = Life(_DIED, {})
+        with contextlib.suppress(StorageError):
+            here = [each for each in self.storage.names("lives") if has_died(each)]
+            lives = together([partial(self._life_of, each) for each in here])
+            marks = {
+                f"lives/{each}": msgspec.json.encode(died)
+                for each, life in zip(here, lives, strict=True)
+                if life != died
+            }
+            if marks:
+                self.storage.put_all(marks)
 
     def _tell(self) -> None:
         """Log now and then what the storage has been asked for, and what that costs."""
@@ -552,7 +573,7 @@ def has_died(process: str) -> bool:
         os.kill(int(number), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is another user's
+    except (OSError, OverflowError):  # it is another user's, or none
         return False
     return False
 

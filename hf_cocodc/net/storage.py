@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from ..errors import CocodcError, InputError, LinkError, short
@@ -70,28 +70,11 @@ class StorageError(LinkError, OSError):
     """Whether it may do so later as things are; not if its credentials, or its name, are wrong."""
 
 
-class _Backend(Protocol):
-    """What a storage does at one request. Raises FileNotFoundError if there is no such object, or any other error."""
-
-    def write(self, name: str, content: bytes) -> None: ...
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Write it only if there is none. Returns whether this content is there for good: the answer to an earlier try may have
-        been lost.
-        """
-        ...
-
-    def read(self, name: str) -> bytes: ...
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete those that are there."""
-        ...
-
-    def names(self, folder: str) -> list[str]: ...
-
-
 class _Folder:
-    """A directory of this machine: a network file system, or a bucket that is mounted."""
+    """A directory of this machine, of a network file system. Its methods are those of each kind of storage, with one request.
+
+    They raise FileNotFoundError if there is no such object, or any other error.
+    """
 
     def __init__(self, path: str) -> None:
         self.root = Path(path)
@@ -105,6 +88,9 @@ class _Folder:
         os.replace(self._written(name, content), self.root / name)
 
     def create(self, name: str, content: bytes) -> bool:
+        """Write it only if there is none. Returns whether this content is there for good: the answer to an earlier try may have
+        been lost.
+        """
         new = self._written(name, content)
         try:
             os.link(new, self.root / name)
@@ -122,6 +108,7 @@ class _Folder:
         return (self.root / name).read_bytes()
 
     def delete(self, names: Sequence[str]) -> None:
+        """Delete those that are there."""
         for name in names:
             (self.root / name).unlink(missing_ok=True)
 
@@ -282,7 +269,10 @@ class _HubBucket:
         return f"{self._root}/{name}" if self._root else name
 
 
-def _is_there(backend: _Backend, name: str, content: bytes) -> bool:
+_Backend: TypeAlias = _Folder | _Bucket | _HubBucket
+
+
+def _is_there(backend: "_Backend", name: str, content: bytes) -> bool:
     """Whether an object has this content: an earlier try has written it, and its answer was lost."""
     with contextlib.suppress(FileNotFoundError):
         return backend.read(name) == content

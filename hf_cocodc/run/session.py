@@ -70,8 +70,10 @@ _LEAVE_WAIT_S = 30.0
 """How long a region that is to leave waits for a coordinator that is away."""
 AUTO_GRACE_S = 5.0
 """With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
-_PERIOD_S = 1.0
-"""Seconds between two heartbeats, where they cost next to nothing."""
+_PERIOD_S, _GRACE_PERIODS = 1.0, 3
+"""Seconds between two heartbeats, where they cost next to nothing. Where they are rarer, nobody is late, or has to answer, before
+so many of them.
+"""
 _NO_NEARER_S = 30.0
 """A newcomer that comes no nearer for so long is let in as it is: the link carries its log no faster than the others make it."""
 
@@ -178,12 +180,20 @@ class RegionContext:
         return None if limit is None else limit * 1e6 / 8 / self.num_lanes
 
     @property
+    def period_s(self) -> float:
+        """Seconds between two heartbeats at most. Raises InputError if no storage has the coordinator's URL."""
+        address = self.regions.coordinator
+        return mailbox(address).period_s if address is not None and is_url(address) else _PERIOD_S
+
+    @property
     def terms(self) -> Terms:
         """What the coordinator needs to know of the run."""
         regions = self.regions
         assert regions.count is not None
         grace_s = AUTO_GRACE_S if regions.grace_s == "auto" else regions.grace_s
         assert not isinstance(grace_s, str)
+        if grace_s is not None and self.period_s > _PERIOD_S:
+            grace_s = max(grace_s, _GRACE_PERIODS * self.period_s)
         return Terms(
             count=regions.count,
             least=regions.least,
@@ -204,9 +214,8 @@ class RegionContext:
         """
         regions = self.regions
         assert regions.coordinator is not None
-        address = regions.coordinator
-        period_s = mailbox(address).period_s if is_url(address) else _PERIOD_S
-        client = Client(address, self.name, self.keys, min(regions.timeout_s / 4, period_s))
+        period_s = min(regions.timeout_s / 4, self.period_s)
+        client = Client(regions.coordinator, self.name, self.keys, period_s)
         wait_s = regions.start_timeout_s
         words = WaitingWords(self.region, self.name, regions.coordinator, wait_s)
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc.coordinator import in_storage, standby, state
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.in_storage import SERVING, call_in_storage, is_served, serving_in
+from hf_cocodc.coordinator.in_storage import SERVING, call_in_storage, serving_in
 from hf_cocodc.coordinator.standby import Standby
 from hf_cocodc.coordinator.state import StateInStorage, StateTaken
 from hf_cocodc.errors import InputError
@@ -140,14 +140,14 @@ def test_another_one_serves_when_the_first_ends_or_dies(
     monkeypatch.setattr(in_storage, "_ANSWER_S", 0.5)
     url, objects = folder_url(tmp_path), Storage(folder_url(tmp_path))
     one = Standby(url, SECRET)
-    wait_until(lambda: is_served(url))
+    wait_until(lambda: serving_in(Storage(url)))
     other = Standby(url, SECRET)
     assert status(url, SECRET, timeout_s=30.0) == []
     one.close()
     wait_until(lambda: objects.get("state/000000000002") is not None)
     assert status(url, SECRET, timeout_s=30.0) == []
     other.close()
-    assert not is_served(url)
+    assert not serving_in(Storage(url))
     objects.put(SERVING, b"of a machine without power")
     third = Standby(url, SECRET)
     assert status(url, SECRET, timeout_s=60.0) == []
@@ -223,7 +223,7 @@ def test_a_process_hears_that_another_one_serves_than_it_has_called(
 def test_a_process_calls_itself_without_the_storage(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     one = Standby(url, SECRET)
-    wait_until(lambda: is_served(url))
+    wait_until(lambda: serving_in(Storage(url)))
     assert status(url, SECRET, timeout_s=30.0) == []
     assert not Storage(url).names("cards") and not Storage(url).names("calls")
     one.close()

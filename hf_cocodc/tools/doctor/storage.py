@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from secrets import token_bytes, token_hex
 
-from ...coordinator.in_storage import is_served
+from ...coordinator.in_storage import serving_in
 from ...errors import CocodcError
 from ...net.keys import Keys
 from ...net.storage import Storage, StorageError
@@ -33,8 +33,8 @@ def examine(url: str, keys: Keys | None) -> list[Finding]:
                 *findings,
                 Finding("storage", WRONG, words, f"mkdir {shlex.quote(url.removeprefix('file://'))}"),
             ]
-        took = _tried(Storage(url))
-        serves = is_served(url)
+        objects = Storage(url)
+        took, serves = _tried(objects), serving_in(objects)
     except CocodcError as error:
         return [*findings, Finding("storage", WRONG, str(error))]
     shown = ", ".join(f"{what} {_in_words(took_s)}" for what, took_s in took.items())

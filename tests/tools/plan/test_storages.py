@@ -21,12 +21,6 @@ from tests.benchmarks.storage import METHODS, STEP_S
 from tests.toys import llama
 
 RESULTS = Path(__file__).parents[3] / "docs" / "evidence" / "benchmarks" / "storage.json"
-ASKED = [
-    (report["title"], row)
-    for report in read(RESULTS.with_name("storage_requests.json"))
-    for row in report["rows"]
-    if row["way"] != "TCP"
-]
 CELLS = [(report["title"], row) for report in read(RESULTS) for row in report["rows"] if row["way"] != "TCP"]
 FOLDER = StorageFigures(1e-4, 1e-4, 1e-4, 1e10, 1e10, is_near=True)
 BUCKET = StorageFigures(0.3, 0.3, 0.3, 1e9, 1e9)
@@ -53,9 +47,8 @@ def test_a_forecast_is_within_a_tenth_of_what_was_measured(method: str, row: dic
     assert planned.course(OuterConfig(**METHODS[method])).utilization == pytest.approx(row["trains"], rel=0.1)
 
 
-@pytest.mark.parametrize(("method", "row"), ASKED, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("method", "row"), CELLS, ids=lambda each: str(each)[:30])
 def test_requests_are_forecast_within_a_quarter_of_those_counted(method: str, row: dict[str, Any]) -> None:
-    """Counted on two busy cores, where everything takes longer, and so asks less often."""
     counted = row["requests/h"], row["of who serves"]
     asked = subject(WAYS[row["way"]]).requests(OuterConfig(**METHODS[method]))
     assert [sum(each.values()) for each in asked] == pytest.approx(counted, rel=0.25)
