@@ -144,6 +144,7 @@ def test_a_connection_knows_whether_the_other_end_has_closed_its_socket_in_good_
         assert not end.is_closed
         if has_unread:
             send(end, 1, 1, full(1)).wait(PATIENCE_S)
+            assert there.recv(1, socket.MSG_PEEK)
         there.close()
         wait_until(lambda: end.broken_at < math.inf)
         assert end.is_closed != has_unread
