@@ -225,9 +225,11 @@ def _congestion(link: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if (options.recipe is None) == (options.params is None):
+    if options.recipe is None and options.params is None:
+        raise InputError("plan needs a model: give a recipe, or --params with the number of its parameters.")
+    if options.recipe is not None and options.params is not None:
         raise InputError(
-            "plan needs a model: give either a recipe, or --params with the number of its parameters."
+            f"--params is of a plan without a recipe: {options.recipe} has a model. Remove one of the two."
         )
     if options.params is not None and (options.measure or options.write is not None):
         flag = "--measure" if options.measure else "--write"

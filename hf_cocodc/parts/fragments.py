@@ -197,9 +197,9 @@ def _by_blocks(
     most = len(blocks) + any(map(filling.numel, outside.values()))
     if num_fragments > most:
         raise InputError(
-            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks with values"
-            f"{' and one fragment for what is outside them' if most > len(blocks) else ''}, and each fragment needs something. "
-            "Use " + (f"num_fragments <= {most}." if most > 1 else "fragment_pattern=whole.")
+            f"outer.num_fragments={num_fragments} (methods have defaults) but the model has {len(blocks)} trainable blocks "
+            f"with values{' and one fragment for what is outside them' if most > len(blocks) else ''}, and each fragment needs "
+            "something. Use " + (f"num_fragments <= {most}." if most > 1 else "fragment_pattern=whole.")
         )
     for names, fragment in zip(blocks, place(list(map(filling.numel, blocks))), strict=True):
         filling.add(names, fragment)

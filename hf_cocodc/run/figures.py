@@ -30,13 +30,16 @@ def sent(own: float, data_parallel: float) -> str:
 
     >>> sent(2e6, 3e7)
     '2 MB; data-parallel training would have sent 30 MB (15 times as much)'
+    >>> sent(3e6, 4e6)
+    '3 MB; data-parallel training would have sent 4 MB (1.3 times as much)'
     """
     if not data_parallel:
         return amount(own)
-    ratio = (
-        f" ({data_parallel / own:.0f} times as much)" if own else ""
-    )  # one that was alone has sent nothing
-    return f"{amount(own)}; data-parallel training would have sent {amount(data_parallel)}{ratio}"
+    more = f"; data-parallel training would have sent {amount(data_parallel)}"
+    if own:  # one that was alone has sent nothing
+        ratio = data_parallel / own
+        more += f" ({ratio:.{0 if ratio >= 10 else 1}f} times as much)"
+    return amount(own) + more
 
 
 def shares(samples: Mapping[int, int], speeds: Mapping[int, float] | None = None) -> str:

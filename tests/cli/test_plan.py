@@ -51,7 +51,7 @@ def figures(seconds: list[float]) -> BenchReport:
         ),
         ([*LINK, "--step-s", "1", "--", "--multi_gpu"], "are for the short run of --measure"),
         ([*LINK, "--step-s", "1", "--set", "outer.method=nope"], "outer.method='nope' is not known"),
-        ([*LINK, "--step-s", "1", "--params", "1B"], "give either a recipe, or --params"),
+        ([*LINK, "--step-s", "1", "--params", "1B"], "--params is of a plan without a recipe: "),
         ([*LINK, "--step-s", "1", "--steps", "0"], "--steps 0 must"),
         ([*LINK, "--step-s", "1", "--down-mbit", "0"], "--down-mbit 0 must"),
         ([*LINK, "--step-s", "1", "--usd-per-gb", "-1"], "--usd-per-gb -1 must"),
@@ -405,7 +405,7 @@ def test_a_plan_without_a_recipe(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give either a recipe, or --params"),
+        ([], "plan needs a model: give a recipe, or --params"),
         (["--params", "many"], "--params many must be a number of parameters"),
         (["--params", "9" * 400], "must be a number of parameters"),
         (["--params", "10"], "--params 10 must be a number of parameters"),
