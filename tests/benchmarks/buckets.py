@@ -28,7 +28,7 @@ from hf_cocodc.tools.bench.report import BenchReport, Row, write
 from tests.processes.forks import fork
 
 from . import workload
-from .storage import FAR, PATIENCE_S, _Distant
+from .storage import FAR, PATIENCE_S, let_far_be
 
 H, ROUNDS, STEP_S = 50, 4, 0.2
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.6}
@@ -166,8 +166,7 @@ def theirs(place: workload.Region, url: str, settings: dict[str, Any]) -> Row:
 
 def train(place: workload.Region, tool: str, request_s: float, settings: dict[str, Any]) -> None:
     """One region: writes its figures."""
-    _Distant.request_s = request_s
-    storage._Bucket = _Distant  # type: ignore[assignment, misc]
+    let_far_be(request_s)
     torch.set_num_threads(1)
     url = f"{FAR if request_s else 'file://'}{place.folder}/storage"
     found = (ours if tool == "hf_cocodc" else theirs)(place, url, settings)

@@ -81,11 +81,17 @@ class _Distant(storage._Folder):
         return super().names(folder)
 
 
+def let_far_be(request_s: float) -> None:
+    """Let this process find a folder at `FAR` whose requests take so long; only one of two creates an object there."""
+    _Distant.request_s = request_s
+    storage._Bucket = _Distant  # type: ignore[assignment, misc]
+    storage._CONDITIONAL = ("far",)  # type: ignore[assignment]
+
+
 def train(folder: str, request_s: float, options: dict[str, Any]) -> None:
     """One region: writes how long its inner steps were under way, and what it asked its storage for."""
     region, url = int(os.environ["HF_COCODC_REGION"]), os.environ["HF_COCODC_COORDINATOR"]
-    _Distant.request_s = request_s
-    storage._Bucket = _Distant  # type: ignore[assignment, misc]
+    let_far_be(request_s)
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     model = llama(layers=2)
@@ -132,8 +138,7 @@ def together(way: str, request_s: float, options: dict[str, Any]) -> list[Any]:
 
 def coming(request_s: float, folder: str, *rest: Any) -> None:
     """A region of `back_s`."""
-    _Distant.request_s = request_s
-    storage._Bucket = _Distant  # type: ignore[assignment, misc]
+    let_far_be(request_s)
     loop(folder, *rest)
 
 
