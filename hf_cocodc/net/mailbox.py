@@ -21,6 +21,7 @@ import os
 import select
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -558,10 +559,21 @@ def _space() -> str:
     """Names what numbers this process: the system, since its start, or a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        space = f"{boot}{os.readlink('/proc/self/ns/pid')}"
+        space = f"{boot}{os.readlink('/proc/self/ns/pid')}{_machine()}"
     except OSError:
         return token_hex(6)
     return hashlib.sha256(space.encode()).hexdigest()[:12]
+
+
+def _machine() -> str:
+    """Random words in a file that stays on this machine: sandboxes may emulate a system, and all say the same of it."""
+    path = Path(tempfile.gettempdir(), f"hf_cocodc-machine-{os.getuid()}")
+    new = path.with_name(f"{path.name}-{token_hex(6)}")
+    new.write_text(token_hex(16))
+    with contextlib.suppress(FileExistsError):
+        os.link(new, path)
+    new.unlink()
+    return path.read_text()
 
 
 def has_died(process: str) -> bool:

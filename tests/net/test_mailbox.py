@@ -237,6 +237,21 @@ def test_a_process_that_begins_says_who_has_died_here(tmp_path: Path) -> None:
     assert not has_ended(box, names[2]), "its machine knows"
 
 
+def test_a_machine_of_which_another_one_says_the_same_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sandboxes that emulate a system: a process of one would be dead in the other one, which has none of its number."""
+    spaces = []
+    for name in ("one", "one", "other"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setattr(mailbox.tempfile, "gettempdir", lambda name=name: str(tmp_path / name))
+        spaces.append(mailbox._space.__wrapped__())
+    assert spaces[0] == spaces[1] != spaces[2]
+    assert len([*(tmp_path / "one").iterdir()]) == 1
+    monkeypatch.setattr(mailbox.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    assert mailbox._space.__wrapped__() != mailbox._space.__wrapped__(), "nothing is known then"
+
+
 def has_ended(box: Mailbox, process: str) -> bool:
     try:
         box.life(process)
