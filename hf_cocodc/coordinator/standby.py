@@ -89,8 +89,10 @@ class Standby:
                 if str(error) != told:
                     told = str(error)
                     logger.warning("this region cannot serve as coordinator: %s", told)
-            except Exception:  # this process lives on: nobody else would take over
-                logger.exception("this region serves as coordinator no more; it tries again")
+            except Exception as error:  # this process lives on: nobody else would take over
+                if repr(error) != told:
+                    told = repr(error)
+                    logger.exception("this region cannot serve as coordinator. It tries again")
             if self._closes.wait(wait_s):
                 return
 

@@ -92,7 +92,7 @@ class Life(msgspec.Struct, frozen=True):
     """What a process shows.
 
     Attributes:
-        count: moves.
+        count: moves; `_DIED` once the process is known to have died.
         said: by the number of its card, how many objects a socket has written; `_BROKEN` if it has broken.
     """
 
@@ -569,10 +569,12 @@ def _machine() -> str:
     """Random words in a file that stays on this machine: sandboxes may emulate a system, and all say the same of it."""
     path = Path(tempfile.gettempdir(), f"hf_cocodc-machine-{os.getuid()}")
     new = path.with_name(f"{path.name}-{token_hex(6)}")
-    new.write_text(token_hex(16))
-    with contextlib.suppress(FileExistsError):
-        os.link(new, path)
-    new.unlink()
+    try:
+        new.write_text(token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+    finally:
+        new.unlink(missing_ok=True)
     return path.read_text()
 
 

@@ -248,6 +248,12 @@ def test_a_machine_of_which_another_one_says_the_same_is_another_one(
         spaces.append(mailbox._space.__wrapped__())
     assert spaces[0] == spaces[1] != spaces[2]
     assert len([*(tmp_path / "one").iterdir()]) == 1
+    (tmp_path / "bare").mkdir()
+    monkeypatch.setattr(mailbox.tempfile, "gettempdir", lambda: str(tmp_path / "bare"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *names: os.stat(tmp_path / "no hard links"))
+        assert mailbox._space.__wrapped__() != mailbox._space.__wrapped__(), "nothing is known then"
+    assert not [*(tmp_path / "bare").iterdir()]
     monkeypatch.setattr(mailbox.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     assert mailbox._space.__wrapped__() != mailbox._space.__wrapped__(), "nothing is known then"
 
