@@ -585,10 +585,8 @@ def has_died(process: str) -> bool:
         return False
     try:
         os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # it is another user's, or none
-        return False
+    except (OSError, OverflowError) as error:  # it may be another user's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
